@@ -50,9 +50,9 @@ too. Every other module may change without notice.
 - For configurations: `in_range` and `explanations` of knobs, `parse_bytes`, `format_bytes`, `GIB`, `usable_cores`.
 
 Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `torch_private`;
-`streams` (and copies); `memory`; `sharing` and `files`; `weights`, `activations` and `microbatches` (one mechanism
-each); `optimizer` (updates on the host, beside the step); `modes` (one file a mode); `planning` (a step predicted by
-running it without values).
+`streams` (and copies); `memory`; `weights`, `activations` and `microbatches` (one mechanism each); `sharing` and
+`files` (extensions of `weights`); `optimizer` (updates on the host, beside the step); `modes` (one file a mode);
+`planning` (a step predicted by running it without values).
 
 Two orders keep streaming right:
 
@@ -86,6 +86,7 @@ from offload.modes.weight_mode import WeightMode
 from offload.norms import l2_norm
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
+from offload.sharing.buckets import GradientBucket, gradient_buckets, separate_gradients
 from offload.sharing.exchange_board import ExchangeBoard
 from offload.sharing.sharers import NO_SHARERS, OWN_HOMES, SharerLostError, Sharers, meet
 from offload.streams.counters import Counters
@@ -94,7 +95,6 @@ from offload.streams.registry import Streams, acquire, release
 from offload.streams.stream_checker import StreamOrderError
 from offload.streams.transfer import upload
 from offload.weights.footprint import Footprint
-from offload.weights.gradients.buckets import GradientBucket, gradient_buckets, separate_gradients
 
 __all__ = [
     "GIB",

@@ -30,8 +30,8 @@ from offload.streams.registry import Event, Signal, Streams
 
 # Bytes that a thread reads at a time: enough for a disk's full rate, and few enough to share a unit among threads.
 PART_BYTES = 8 * 2**20
-# What a poisoned block has: NaN in every floating-point dtype.
-POISON = b"\xff"
+# Threads that read parts at a time.
+THREADS = 4
 
 # Each thread has a clock of its own in the stream checker.
 _numbers = itertools.count(1)
@@ -128,11 +128,10 @@ class Fill:
 
 
 class FileRing:
-    """Reads plans into `count` blocks of `block_bytes`, which `arena` provides, with `threads` threads.
+    """Reads plans into `count` blocks of `block_bytes`, which `arena` provides.
 
-    `files` are the files of all plans. `direct` reads past the page cache where that is possible. `poison` fills a
-    block with NaN before each read. On the meta device nothing is read. `wait_ms` is the time that the host has
-    waited for reads, `read_bytes` were read.
+    `files` are the files of all plans. `direct` reads past the page cache where that is possible. On the meta device
+    nothing is read. `wait_ms` is the time that the host has waited for reads, `read_bytes` were read.
     """
 
     def __init__(
@@ -143,9 +142,7 @@ class FileRing:
         *,
         block_bytes: int,
         count: int,
-        threads: int,
         direct: bool = False,
-        poison: bool = False,
     ):
         self.wait_ms = 0.0
         self._streams = streams
@@ -156,9 +153,12 @@ class FileRing:
             self._blocks.append(_Block(memory, [_Part(name) for name in names]))
         self._fills: dict[ReadPlan, Fill] = {}
         self._reads = streams.device.type != "meta"
-        self._readers = _Readers(_PartReader(files, streams, direct, poison), streams, threads)
+        self._readers = _Readers(_PartReader(files, streams, direct), streams)
         # Threads hold the readers and not this object: they end when it is dropped, and when the process ends.
         self._end_threads = weakref.finalize(self, self._readers.close)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
 
     @property
     def read_bytes(self) -> int:
@@ -252,12 +252,11 @@ class FileRing:
 class _PartReader:
     """Reads one part of a block; runs on the threads."""
 
-    def __init__(self, files: Mapping[Path, MappedFile], streams: Streams, direct: bool, poison: bool):
+    def __init__(self, files: Mapping[Path, MappedFile], streams: Streams, direct: bool):
         self.read_bytes = 0
         self._files = files
         self._streams = streams
         self._direct = direct
-        self._poison = poison
 
     def __call__(self, fill: Fill, index: int) -> None:
         if fill.block.copied is not None:
@@ -265,8 +264,6 @@ class _PartReader:
         self._streams.writes(None, fill.block.parts[index], f"read of {fill.plan}")
         memory = memoryview(fill.memory.view)
         for read in fill.plan.parts[index]:
-            if self._poison:
-                memory[read.position : read.position + read.nbytes] = POISON * read.nbytes
             self._read(read, memory)
         for path in {read.path for read in fill.plan.parts[index]}:
             # Before and after the reads: what was read is of the file that was opened.
@@ -287,10 +284,9 @@ class _PartReader:
 class _Readers:
     """Threads that fill blocks, parts of the plan that is needed first before those of others."""
 
-    def __init__(self, reader: Callable[[Fill, int], None], streams: Streams, threads: int):
+    def __init__(self, reader: Callable[[Fill, int], None], streams: Streams):
         self.reader = reader
         self._streams = streams
-        self._count = threads
         self._changed = threading.Condition()
         self._queue: list[Fill] = []
         self._order: dict[ReadPlan, int] = {}
@@ -311,7 +307,7 @@ class _Readers:
         with self._changed:
             self._queue.append(fill)
             parts = sum(len(each.waiting) for each in self._queue)
-            while len(self._threads) < min(self._count, parts):
+            while len(self._threads) < min(THREADS, parts):
                 arguments = (f"file reader {next(_numbers)}",)
                 thread = threading.Thread(target=self._work, args=arguments, name="file reader", daemon=True)
                 thread.start()

@@ -1,9 +1,7 @@
 """Files whose bytes are tensors: mapped into memory copy on write, and held to the state in which they were opened.
 
 A mapping takes no memory of its own: the system reads pages from the file when somebody looks at them, and drops them
-when it needs the room. A write to such a tensor makes a private copy of the page, and the file stays as it is. No
-version counter of torch shows every such write (`tensor.data`, NumPy); the system's page table does
-(`/proc/self/pagemap`, see proc_pid_pagemap(5)).
+when it needs the room. A write to such a tensor makes a private copy of the page, and the file stays as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,18 +20,11 @@ from offload.torch_private.tensor_parts import parts
 
 # Reads past the page cache begin and end at multiples of it: the largest block that disks have.
 DIRECT_BYTES = 4096
-PAGE = mmap.PAGESIZE
 # MAP_NORESERVE: else the system would refuse a file larger than memory, as if all of it were to be written.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 COPY_ON_WRITE = {"access": mmap.ACCESS_COPY}
 if hasattr(mmap, "MAP_PRIVATE"):
     COPY_ON_WRITE = {"flags": mmap.MAP_PRIVATE | NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-PAGEMAP = Path("/proc/self/pagemap")
-# An entry of the page table has 64 bits; of these, from bit 61: the page is a file's, is swapped out, is in memory.
-ENTRY_BYTES = 8
-FILE_BIT, SWAPPED_BIT, PRESENT_BIT = 1, 2, 4
-# Entries that are looked at in one go.
-ENTRIES = 2**17
 
 _open: weakref.WeakSet[MappedFile] = weakref.WeakSet()
 
@@ -143,45 +133,6 @@ def lies_in_file(tensor: torch.Tensor) -> bool:
         return False
     places = [part.data_ptr() for part in parts(tensor) if part.device.type == "cpu"]
     return bool(places) and all(any(f.start <= place < f.start + f.nbytes for f in files) for place in places)
-
-
-def written_pages(spans: Iterable[tuple[int, int]]) -> list[bool]:
-    """Tells for each span of addresses, (start, nbytes), whether a page of it has been written since it was mapped.
-
-    Pages are whole: a neighbour's write counts, too. Raises OSError where the system has no page table to read.
-    """
-    with PAGEMAP.open("rb", buffering=0) as table:
-        return [_is_written(table.fileno(), start, nbytes) for start, nbytes in spans]
-
-
-def shows_writes() -> bool:
-    """Tells whether this system shows which pages of a mapped file were written."""
-    try:
-        with Path(__file__).open("rb") as file:
-            memory = memoryview(mmap.mmap(file.fileno(), 1, **COPY_ON_WRITE))
-        page = torch.frombuffer(memory, dtype=torch.uint8)
-        page.sum()
-        before = written_pages([(page.data_ptr(), 1)])
-        page.fill_(0)
-        return before == [False] and written_pages([(page.data_ptr(), 1)]) == [True]
-    except OSError:
-        return False
-
-
-def _is_written(table: int, start: int, nbytes: int) -> bool:
-    first, end = start // PAGE, -(-(start + nbytes) // PAGE)
-    for begin in range(first, end, ENTRIES):
-        count = min(ENTRIES, end - begin)
-        raw = os.pread(table, count * ENTRY_BYTES, begin * ENTRY_BYTES)
-        if len(raw) != count * ENTRY_BYTES:
-            raise OSError(errno.EIO, "ends early", str(PAGEMAP))
-        # Most of a file was never looked at, and all entries are alike.
-        different = raw[:ENTRY_BYTES] if raw == raw[:ENTRY_BYTES] * count else raw
-        bits = torch.frombuffer(bytearray(different), dtype=torch.int64) >> 61
-        is_there, is_file = (bits & (SWAPPED_BIT | PRESENT_BIT)) != 0, (bits & FILE_BIT) != 0
-        if bool((is_there & ~is_file).any()):
-            return True
-    return False
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

@@ -175,6 +175,10 @@ class HostArena:
         """The bytes of the other blocks."""
         return self._bytes(locked=False)
 
+    def over(self, memory: Pages) -> HostArena:
+        """Returns an arena like this one that takes its blocks from `memory`."""
+        return HostArena(self._device, self._pin, memory)
+
     def require(self, nbytes: int) -> None:
         """Raises MemoryError with both numbers if the host has less than `nbytes` free. Allocates nothing."""
         free = None if self._is_meta else free_host_bytes()

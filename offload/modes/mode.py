@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.errors import NOT_ATTACHED
+from offload.files.file_filler import Spans
 from offload.knobs import check_knobs
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
@@ -22,7 +23,6 @@ from offload.streams.registry import Streams
 from offload.torch_private.attachment import Attachment, attaching
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.updates import Updates
-from offload.weights.prefetching.file_homes import Spans
 from offload.weights.units.partition import cut
 from offload.weights.units.placement import DevicePlacement
 from offload.weights.units.unfilled import UnfilledTensors

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
 from torch import Tensor, nn
 
 from offload.errors import NOT_ATTACHED, KnobError
-from offload.knobs import choice, knob, nbytes
+from offload.files.file_filler import FileFiller, Spans, leave_in_files, ring_bytes
+from offload.knobs import choice, knob
 from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.optimizer.speculation import Speculation
+from offload.sharing.gather_filler import GatherFiller
 from offload.sharing.sharers import NO_SHARERS, Sharers
+from offload.sharing.slices import cut_for_sharers, slices_of, updated_elements
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.torch_private.attachment import attaching
@@ -28,18 +30,16 @@ from offload.torch_private.module_contexts import check_recompute_is_outside
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.released import why_kept
 from offload.weights.gradients.updates import Updates
-from offload.weights.prefetching.file_homes import FileHomes, Spans, put_in_files, ring_size
+from offload.weights.prefetching.filler import Filler
 from offload.weights.streamer import WeightStreamer
 from offload.weights.units.partition import (
     CutModel,
     CutPoint,
     check_amount,
     cut,
-    cut_for_sharers,
     keep_on_device,
     open_at_once,
 )
-from offload.weights.units.slices import slices_of
 
 
 @dataclass(kw_only=True, eq=False)
@@ -56,11 +56,8 @@ class WeightMode(Mode, ABC):
         trained: parameters that train stream with the rest, or stay on the device, as small ones beside frozen weights
             may; then nothing that streams has gradients.
         pin: auto page-locks the host memory, which copies five times as fast; "off" (quoted) takes pageable memory.
-        source: frozen weights that stream wait in host memory, or stay in their safetensors files (mapped), from which
-            threads read them ahead of use; then they take the host memory of ring_bytes alone.
-        ring_bytes: host memory for units that are read ahead of their copies, under source=mapped: one unit or more;
-            null is four units.
-        file_readers: threads that read files, under source=mapped.
+        source: weights that stream wait in host memory; or units that are frozen as a whole stay in their safetensors
+            files (mapped), from which threads read them ahead of use, through the host memory of four units.
     """
 
     slots: int = knob(4, at_least=1)
@@ -71,8 +68,6 @@ class WeightMode(Mode, ABC):
     trained: str = choice("stream", "device")
     pin: str = choice("auto", "off")
     source: str = choice("memory", "mapped")
-    ring_bytes: str | int | None = nbytes(None)
-    file_readers: int = knob(4, at_least=1, at_most=64)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +76,7 @@ class WeightMode(Mode, ABC):
         self._spans: Spans | None = None
         self._releases = False
         self._expected_sharers = 1
+        self._sharers: Sharers = NO_SHARERS
 
     @property
     def _streamer(self) -> WeightStreamer:
@@ -127,13 +123,12 @@ class WeightMode(Mode, ABC):
         self._expected_sharers = count
 
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
-        streamed, ring_bytes = self._cut(model), 0
-        if self._expected_sharers > 1:
+        streamed, sharers = self._cut(model), self._expected_sharers
+        if sharers > 1:
             streamed = cut_for_sharers(streamed)
-        if self.source == "mapped":
-            ring_bytes = math.prod(ring_size(streamed.units, self.ring_bytes))
-        sharers = self._expected_sharers
-        return Footprint.of(streamed, self._slots_for(streamed), recompute, ring_bytes, self._releases, sharers)
+        ring = ring_bytes(streamed.units, self._spans) if self.source == "mapped" else 0
+        found = Footprint.of(streamed, self._slots_for(streamed), recompute, ring, self._releases)
+        return replace(found, slices=updated_elements(streamed.units, sharers)) if sharers > 1 else found
 
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over: its units go to host memory, the rest to the device of `streams`.
@@ -145,7 +140,7 @@ class WeightMode(Mode, ABC):
         model is as it was found.
 
         `sharers` share the homes of the units, and each has its own buffers, which stay on the device. In a step each
-        copies in its slices of a unit and gathers the others' (`offload.weights.prefetching.gathering`). Outside of
+        copies in its slices of a unit and gathers the others' (`offload.sharing.gather_filler`). Outside of
         steps each copies whole units, so the caller first waits until the updates of all sharers are done, as before
         `detach`. Parameters are updated by an optimizer that was given to `divide`.
         """
@@ -159,13 +154,18 @@ class WeightMode(Mode, ABC):
             slots = self._slots_for(streamed)
             prefetch = slots - 1 if self.prefetch is None else min(self.prefetch, slots - 1)
             knobs = {"slots": slots, "prefetch": prefetch, "pin": self.pin == "auto"}
-            if self.source == "mapped":
-                ring = {"ring_bytes": self.ring_bytes, "threads": self.file_readers}
-                knobs["make_files"] = partial(FileHomes, streamed.units, **ring)
+            make_filler = Filler
+            if sharers.count > 1:
+                make_filler = partial(GatherFiller, sharers=sharers)
+            elif self.source == "mapped":
+                make_filler = partial(FileFiller, spans=self._spans)
             if self._releases:
                 self._check_release(streamed, sharers)
-            self._attached = WeightStreamer(streamed, streams, **knobs, sharers=sharers, releases=self._releases)
-            self._unfilled.watch(model)
+            self._attached = WeightStreamer(
+                streamed, streams, **knobs, make_filler=make_filler, releases=self._releases
+            )
+            self._sharers = sharers
+            self._unfilled.watch(model, {t.host for unit in streamed.units if unit.is_fixed for t in unit.tensors})
 
     def detach(self) -> None:
         self._streamer.check_between_steps()
@@ -212,7 +212,8 @@ class WeightMode(Mode, ABC):
             raise KnobError("early", early, "must be true where gradients are released to updates inside backward")
         if self._overlap is not None:
             self._overlap.close()
-        self._overlap = Overlap(optimizer, self._streamer, early, device_share, speculation)
+        processes = self._sharers.count
+        self._overlap = Overlap(optimizer, self._streamer, early, device_share, speculation, processes)
         self._streamer.use_updates(self._overlap)
 
     def place_states(self, nbytes: int) -> None:
@@ -223,7 +224,7 @@ class WeightMode(Mode, ABC):
         self._overlap.place_states(nbytes)
 
     def divide(self, optimizer: HostAdamW) -> None:
-        sharers = self._streamer.sharers
+        sharers = self._sharers
         if sharers.count > 1:
             slices = {
                 tensor.host: slices_of(unit, sharers.count).elements(tensor, sharers.rank)
@@ -233,10 +234,10 @@ class WeightMode(Mode, ABC):
             optimizer.share(slices, sharers)
 
     def summed_parameters(self) -> frozenset[nn.Parameter]:
-        return self._streamer.gradients.summed_parameters()
+        return self._streamer.gradients.destination.summed_parameters()
 
     def shared_parameters(self) -> frozenset[nn.Parameter]:
-        units = self._streamer.cut.units if self._streamer.sharers.count > 1 else ()
+        units = self._streamer.cut.units if self._sharers.count > 1 else ()
         return frozenset(tensor.host for unit in units for tensor in unit.tensors)
 
     def counters(self) -> Counters:
@@ -263,7 +264,7 @@ class WeightMode(Mode, ABC):
             if self._spans is None:
                 problem = "it is not known where the weights are in files: call map_weights first, or take memory"
                 raise KnobError("source", self.source, problem)
-            put_in_files(streamed.units, self._spans)
+            leave_in_files(streamed.units, self._spans)
         together = open_at_once(model, streamed.windows)
         if self.slots < len(together):
             names = " and ".join(unit.name for unit in together[:3])

@@ -51,6 +51,7 @@ class Overlap:
         early: bool,
         device_share: int = 0,
         speculation: Speculation | None = None,
+        processes: int = 1,
     ):
         if optimizer.is_deferred:
             raise RuntimeError(
@@ -59,7 +60,7 @@ class Overlap:
             )
         self._speculative = None
         if speculation is not None and not early and optimizer.speculate != "off":
-            self._speculative = SpeculativeUpdates(optimizer, speculation, streamer.sharers.count)
+            self._speculative = SpeculativeUpdates(optimizer, speculation, processes)
         self.early = early or self._speculative is not None
         self._optimizer = optimizer
         self._streamer = streamer

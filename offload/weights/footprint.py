@@ -8,7 +8,6 @@ from torch import Tensor
 
 from offload.weights.gradients.ring import gradient_ring_bytes
 from offload.weights.units.partition import CutModel
-from offload.weights.units.slices import slices_of
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,10 @@ class Footprint:
         recompute: bool,
         ring_bytes: int = 0,
         releases: bool = False,
-        sharers: int = 1,
     ) -> Footprint:
         """Returns the footprint of a cut model that streams through `slots` device slots, and `ring_bytes` from files.
 
-        `releases`: gradients on the host have a ring, and no homes. `sharers` processes share the homes.
+        `releases`: gradients on the host have a ring, and no homes.
 
         Weights come in for forward and for backward, with recompute once more in between. Units that are still in slots
         when forward turns to backward are not copied again; their number depends on the order of use, so the traffic in
@@ -75,11 +73,10 @@ class Footprint:
             host_gradient_bytes=gradient_ring_bytes(model.units) if releases else model.gradient_bytes,
             h2d_bytes=model.unit_bytes * (3 if recompute else 2),
             d2h_bytes=model.gradient_bytes,
-            file_bytes=model.file_bytes,
+            file_bytes=model.fixed_bytes,
             ring_bytes=ring_bytes,
             resident=tuple(tensor for tensor, _ in model.resident),
             trained=tuple(tuple(tensor.host for tensor in unit.trained) for unit in model.units),
-            slices=_slices(model, sharers) if sharers > 1 else (),
         )
 
     @property
@@ -102,15 +99,3 @@ class Footprint:
             return self
         h2d_bytes = self.h2d_bytes * count + self.d2h_bytes * (count - 1)
         return replace(self, h2d_bytes=h2d_bytes, d2h_bytes=self.d2h_bytes * count)
-
-
-def _slices(model: CutModel, sharers: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Returns for each sharer, and for each unit, the elements of the ranges of trained tensors that it updates."""
-    divided = [(unit, slices_of(unit, sharers)) for unit in model.units]
-    return tuple(
-        tuple(
-            tuple(len(part) for tensor in unit.trained for part in slices.elements(tensor, rank))
-            for unit, slices in divided
-        )
-        for rank in range(sharers)
-    )

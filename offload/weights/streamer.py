@@ -17,8 +17,6 @@ import torch
 
 from offload.memory.device_slots import DeviceSlots
 from offload.memory.host_memory import HostArena
-from offload.sharing.links import links_of
-from offload.sharing.sharers import NO_SHARERS, Sharers, meet
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.streams.transfer import Telemetry, Transfer
@@ -27,10 +25,8 @@ from offload.torch_private.tensor_parts import wraps
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.ring import gradient_ring_bytes
 from offload.weights.gradients.updates import NO_UPDATES, Updates
-from offload.weights.prefetching.file_homes import NO_FILES, NoFiles
-from offload.weights.prefetching.gathering import SliceGatherer
+from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
-from offload.weights.shared_homes import make_shared_homes
 from offload.weights.units.partition import CutModel
 from offload.weights.units.placement import DevicePlacement
 from offload.weights.units.unit import OffloadUnit, check_one_owner
@@ -44,13 +40,10 @@ GRADIENT_SLOTS = 2
 class WeightStreamer:
     """A model whose units stream between the host and one device.
 
-    Takes the model over on construction and gives it back with `detach`. `make_files`, given the arena and the
-    transfer, returns what reads the units that have their homes in files. Raises MemoryError, before anything is
-    allocated, where the host has no room for the units. After an exception the model is as it was found.
-
-    `sharers` are the processes that share the homes of the units, and the memory for the sums of their gradients.
-    Raises ValueError for a parameter that they cannot share. `releases`: gradients go to updates inside backward, and
-    have no homes (`gradients.released`).
+    Takes the model over on construction and gives it back with `detach`. `make_filler` makes what brings units home and
+    into slots. Raises what that raises; MemoryError, before anything is allocated, where the host has no room for the
+    units. After an exception the model is as it was found. `releases`: gradients go to updates inside backward, and have
+    no homes (`gradients.released`).
     """
 
     def __init__(
@@ -61,44 +54,33 @@ class WeightStreamer:
         slots: int,
         prefetch: int,
         pin: bool = True,
-        make_files: Callable[[HostArena, Transfer], NoFiles] = lambda arena, transfer: NO_FILES,
-        sharers: Sharers = NO_SHARERS,
+        make_filler: Callable[[CutModel, Transfer, HostArena, int], Filler] = Filler,
         releases: bool = False,
     ):
-        self.cut, self.sharers = cut, sharers
+        self.cut = cut
         self.telemetry = Telemetry(streams)
         self.transfer = Transfer(streams, self.telemetry)
         self.arena = HostArena(streams.device, pin)
-        # Steps that may fail for lack of memory come before the model is touched.
-        self.homes, slot_bytes = self.arena, cut.largest_unit_bytes
-        if sharers.count > 1:
-            self.homes, slot_bytes = make_shared_homes(cut, sharers, streams.device, pin)
-        else:
-            gradient_bytes = gradient_ring_bytes(cut.units) if releases else cut.gradient_bytes
-            self.arena.require(cut.unit_bytes - cut.file_bytes + gradient_bytes)
         self._streams = streams
         self._updates: Updates = NO_UPDATES
         self._in_step = self._in_inference = False
         with ExitStack() as undo:
             undo.callback(self.arena.close)
-            undo.callback(self.homes.close)
-            self._links = links_of(sharers, streams)
-            undo.callback(self._links.close)
-            self._slots = DeviceSlots(slots, slot_bytes, streams, self._links.allocate)
-            self._files = make_files(self.arena, self.transfer)
-            undo.callback(self._files.close)
+            # Steps that may fail for lack of memory come before the model is touched.
+            gradient_bytes = gradient_ring_bytes(cut.units) if releases else cut.gradient_bytes
+            self.filler = make_filler(cut, self.transfer, self.arena, gradient_bytes)
+            undo.callback(self.filler.close)
+            self._slots = DeviceSlots(slots, self.filler.slot_bytes, streams, self.filler.allocate_slot)
             self._bring_home(undo, releases)
             self._join_parts(prefetch, releases)
-            # From here on the homes have the values that anybody gives them.
-            meet(sharers, "attaching the model")
             undo.pop_all()
 
     def _bring_home(self, undo: ExitStack, releases: bool) -> None:
         """Moves units to their homes and all other tensors to the device; `undo` puts them back."""
         for unit in self.cut.units:
             undo.callback(unit.put_back)
-            unit.releases = releases
-            unit.bring_home(self.homes, self._files.files, is_shared=self.sharers.count > 1)
+            unit.has_gradient_homes = not releases
+            self.filler.bring_home(unit)
             leaving(unit.buffer_places)
             undo.callback(arrived, unit.buffer_places)
         self._placement = DevicePlacement(self.cut.resident, self._streams.device)
@@ -108,31 +90,23 @@ class WeightStreamer:
 
     def _join_parts(self, prefetch: int, releases: bool) -> None:
         """Makes the parts that land gradients, fill slots and open windows; each calls the one before."""
-        cut, streams, sharers = self.cut, self._streams, self.sharers
+        cut, streams = self.cut, self._streams
+        limit_bytes = GRADIENT_SLOTS * cut.largest_unit_bytes
         self.gradients = GradientLanding(
-            cut.units,
-            self.arena,
-            self.transfer,
-            sharers,
-            self._links,
-            limit_bytes=GRADIENT_SLOTS * cut.largest_unit_bytes,
-            releases=releases,
-            on_device=[tensor for tensor, _ in cut.resident if tensor.requires_grad and not wraps(tensor)],
+            cut.units, self.arena, self.transfer, limit_bytes=limit_bytes, releases=releases
         )
-        shared = sharers.count > 1
-        gatherer = SliceGatherer(sharers, self._links, cut.units, self.transfer, self.gradients.sum) if shared else None
-        if gatherer is not None:
-            self.gradients.sum.on_device.agree = gatherer.agree_on_sums
-        self._gatherer, poison = gatherer, not streams.asynchronous
-        self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison, self._files, gatherer)
+        poison = not streams.asynchronous
+        self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison, self.filler)
         self.gradients.copy_in = self.prefetcher.unawaited_copy
         final = self.gradients.final
         saved = SavedWeights(self._slots, self.prefetcher, final)
         self._windows = Windows(cut, self._slots, self.prefetcher, saved, streams, sink=self.gradients, final=final)
+        stays = [tensor for tensor, _ in cut.resident if tensor.requires_grad and not wraps(tensor)]
+        self.filler.join(self.gradients, stays)
 
     def use_updates(self, updates: Updates) -> None:
         """Calls `updates` at the points of a step from now on; `detach` closes it."""
-        self._updates = self.prefetcher.updates = updates
+        self._updates = self.filler.updates = updates
         self.gradients.use_updates(updates)
 
     def is_pending(self, unit: OffloadUnit) -> bool:
@@ -161,16 +135,14 @@ class WeightStreamer:
         self._in_step = True
         try:
             self.prefetcher.begin_step()
-            self._windows.begin_step()
+            self._windows.begin(in_step=True)
             # Autograd would run the nodes of the device in another thread than those of the parameters, which are on
             # the host: two threads that wait for Python's lock, and for each other, at every gradient.
             with torch.autograd.set_multithreading_enabled(False):
                 yield
-            if self._gatherer is not None:
-                self._gatherer.agree_on_end()
-                self.gradients.sum.end_step()
+            self.filler.end_uses()
         except BaseException:
-            self._links.let_go()
+            self.filler.abandon_step()
             self._updates.abandon_step()
             raise
         finally:
@@ -191,13 +163,13 @@ class WeightStreamer:
         self._in_inference = True
         try:
             self.prefetcher.begin_inference()
-            self._windows.begin_inference()
+            self._windows.begin(in_step=False)
             yield
             self.prefetcher.check_promise()
         finally:
             self._in_inference = False
-            self._windows.end_inference()
-            self.prefetcher.let_host_write()
+            self._windows.end()
+            self.prefetcher.release_for_host_writes()
 
     def _take_changes(self) -> None:
         """Takes over what the user has changed since the last step. Raises RuntimeError for what cannot be streamed."""
@@ -209,11 +181,7 @@ class WeightStreamer:
             if unit not in changed:
                 unit.ensure_gradients(self.arena)
                 continue
-            if self.sharers.count > 1 and (strays := unit.strays()):
-                raise RuntimeError(
-                    f"{strays[0].name} was given other data, and several processes share its memory: copy into it"
-                    " (parameter.data.copy_), or detach the mode first"
-                )
+            self.filler.check_changes(unit)
             unit.gather(self.arena, functools.partial(self._end_updates, unit))
 
     def _end_updates(self, unit: OffloadUnit) -> None:
@@ -224,8 +192,9 @@ class WeightStreamer:
     def _end_step(self) -> None:
         self._in_step = False
         self.gradients.end_backward()
-        self._windows.end_step()
+        self._windows.end()
         self.prefetcher.end_step()
+        self.filler.end_step()
         # While the last gradients are on their way home.
         self.telemetry.collect()
         self.gradients.settle()
@@ -267,7 +236,6 @@ class WeightStreamer:
         self._windows = None
         self.prefetcher.evict_all()
         self._streams.synchronize()
-        self._files.close()
         self.use_updates(NO_UPDATES)
         for slot in self._slots:
             self._streams.writes(None, slot, "the allocator's next owner")
@@ -276,23 +244,17 @@ class WeightStreamer:
             unit.restore()
             arrived(unit.buffer_places)
         self._placement.restore()
-        self._links.close()
-        self.homes.close()
+        self.filler.close()
         self.arena.close()
 
     def counters(self) -> Counters:
         """Counts copies and updates since construction, and the host memory of the units now."""
         # Waits of forwards between steps count, too.
         self.telemetry.collect()
-        shared_bytes = 0 if self.homes is self.arena else self.homes.pinned_bytes
         copies = Counters(
             h2d_bytes=self.telemetry.h2d_bytes,
             d2h_bytes=self.telemetry.d2h_bytes,
             stall_ms=self.telemetry.stall_ms,
-            host_pinned_bytes=self.arena.pinned_bytes + shared_bytes // self.sharers.count,
-            host_pageable_bytes=sum(arena.pageable_bytes for arena in {self.arena, self.homes}),
-            file_bytes=self._files.read_bytes,
-            file_wait_ms=self._files.wait_ms,
             update_wait_ms=self.gradients.wait_ms,
         )
-        return copies + self._updates.counters()
+        return copies + self.filler.counters() + self._updates.counters()

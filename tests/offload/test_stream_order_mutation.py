@@ -30,6 +30,8 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
+from offload.sharing import slices
+from offload.sharing.buckets import gradient_buckets
 from offload.streams import registry
 from offload.streams.stream_checker import (
     CheckedEvent,
@@ -39,8 +41,6 @@ from offload.streams.stream_checker import (
     StreamOrderError,
 )
 from offload.weights.gradients import ring
-from offload.weights.gradients.buckets import gradient_buckets
-from offload.weights.units import slices
 from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, attached, stack_inputs, train
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
@@ -337,7 +337,7 @@ def _parts() -> list[Callable[[], object]]:
 
 def _reading_files() -> None:
     """Frozen weights that stay in files, and a unit that nobody expected."""
-    model, mode = with_low_rank(Stack(depth=3)), LayerStream(source="mapped", ring_bytes=40960)
+    model, mode = with_low_rank(Stack(depth=3)), LayerStream(source="mapped", trained="device")
     with tempfile.TemporaryDirectory() as folder:
         mode.map_weights(write_frozen(model, Path(folder)))
         with attached(mode, model):

@@ -1,4 +1,4 @@
-"""Sends each gradient where it belongs: home, to a sum over sharers, to its update alone, or to autograd on the host.
+"""Sends each gradient where it belongs: home, to another destination, to its update alone, or to autograd on the host.
 
 A gradient lands when autograd has summed all uses of a stand-in (`GradientSink` of `gradient_nodes`).
 """
@@ -13,25 +13,19 @@ import torch
 from torch import nn
 
 from offload.memory.host_memory import HostArena
-from offload.sharing.links import Links
-from offload.sharing.sharers import Sharers
 from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
 from offload.torch_private.running_microbatch import SideBySideError
 from offload.torch_private.torch_internals import (
     call_after_backward,
-    is_captured,
+    executes_node,
     is_in_data_parallel,
     left_out_of_graphs,
 )
-from offload.weights.gradients.buckets import gradient_buckets
-from offload.weights.gradients.device_sums import DeviceSums
-from offload.weights.gradients.final import KEEP, FinalGradients
+from offload.weights.gradients.destination import Destination
+from offload.weights.gradients.final import FinalGradients
 from offload.weights.gradients.offloader import GradientOffloader, Landing
 from offload.weights.gradients.released import ReleasedGradients, used_on_host
-from offload.weights.gradients.sum_layout import bytes_of_sums
-from offload.weights.gradients.sum_ring import SumRing, ring_bytes
-from offload.weights.gradients.summing import GradientSum
 from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
@@ -41,7 +35,7 @@ class GradientLanding:
     """The gradients of one attached model's units, in steps and between them.
 
     `limit_bytes` of them may wait on the device for the bus. `releases`: they go to updates inside backward, and have
-    no homes. `on_device`: the parameters that stay there, whose gradients `sharers` sum as well, over `links`.
+    no homes. An extension may put another `destination` in the place of the homes.
     """
 
     copy_in: Callable[[OffloadUnit], list[Event]]
@@ -52,37 +46,15 @@ class GradientLanding:
         units: Sequence[OffloadUnit],
         arena: HostArena,
         transfer: Transfer,
-        sharers: Sharers,
-        links: Links,
         *,
         limit_bytes: int,
         releases: bool,
-        on_device: Sequence[nn.Parameter] = (),
     ):
         streams = transfer.streams
         self.limit_bytes = limit_bytes
         self.final = FinalGradients(all_final=releases)
         self.offloader = GradientOffloader(transfer, limit_bytes)
-        self.sum: GradientSum | None = None
-        if sharers.count > 1:
-            buckets = list(gradient_buckets(on_device, sharers.count * sharers.hosts))
-            sums = bytes_of_sums(units, sharers.count, sharers.rank)
-            if not any(sums) and sharers.hosts == 1:
-                # Else what stays on the devices is summed in the room of what streams, or by collectives.
-                sums = [bucket.nbytes for bucket in buckets]
-            ring = SumRing(links, streams, ring_bytes(sums))
-            self.sum = GradientSum(
-                sharers,
-                links,
-                ring,
-                units,
-                DeviceSums(sharers, links, ring, buckets, transfer),
-                transfer,
-                limit_bytes,
-                land_alone=self._land_alone,
-                is_final=self.final.trusts,
-                copy_in=lambda unit: self.copy_in(unit),
-            )
+        self.destination = Destination()
         self._released = ReleasedGradients(units, arena, streams, self.offloader) if releases else None
         self._units = units
         self._arena = arena
@@ -94,8 +66,6 @@ class GradientLanding:
         self._in_step = False
         # Inside `accumulating` the step alone ends with readable gradients, else each backward does.
         self._accumulates = self._is_side_by_side = self._will_settle = False
-        # Gradients that land are final, so sharers may sum them.
-        self._are_final = False
         # Autograd accumulates all: DistributedDataParallel takes them as it does so.
         self._all_leave = False
 
@@ -108,13 +78,11 @@ class GradientLanding:
         """Begins updates by `updates` from now on, where gradients are final."""
         self._updates = updates
         self.final.take_back = updates.take_back
-        if self.sum is not None:
-            self.sum.updates = updates
+        self.destination.updates = updates
 
     def close(self) -> None:
-        """Takes the hooks off the parameters on the device."""
-        if self.sum is not None:
-            self.sum.on_device.close()
+        """Ends it. The device is idle."""
+        self.destination.close()
 
     # A step.
 
@@ -128,8 +96,7 @@ class GradientLanding:
         self._in_step, self._will_settle = True, False
         self.final.begin_step(self._units)
         self.offloader.begin_step(self._units, norms)
-        if self.sum is not None:
-            self.sum.begin_step(norms)
+        self.destination.begin_step(norms)
 
     @contextmanager
     def accumulating(self, side_by_side: bool = False) -> Iterator[None]:
@@ -146,17 +113,13 @@ class GradientLanding:
     def last_microbatch(self) -> None:
         """Declares that the gradients which land from now on in this step are final."""
         self.final.counting = self._updates.early
-        if self.sum is not None:
-            self._are_final = True
-            self.sum.on_device.last_microbatch()
+        self.destination.last_microbatch()
 
     def end_backward(self) -> None:
         """Sends all home, also what the step, if it has failed, has left."""
-        self._in_step = self._are_final = False
+        self._in_step = False
         self._send()
-        if self.sum is not None:
-            self.sum.abandon()
-            self.sum.on_device.end_step()
+        self.destination.end_backward()
         self.final.end_step()
 
     def settle(self) -> None:
@@ -170,8 +133,7 @@ class GradientLanding:
         written = self._streams.event()
         written.record(self._streams.d2h)
         written.synchronize()
-        if self.sum is not None:
-            self.sum.release()
+        self.destination.release()
         for unit in self._units:
             for tensor in unit.trained:
                 self._streams.reads(None, tensor, "the optimizer's update")
@@ -179,20 +141,10 @@ class GradientLanding:
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """Returns the L2 norms of the last step's gradients, if they were taken: float32 scalars on the device.
 
-        Gradients that a hook or the caller has changed since they landed are left out, and so are those that sharers
-        have not summed yet.
+        Gradients that a hook or the caller has changed since they landed are left out, and so are those that are not
+        whole.
         """
-        norms = self.offloader.norms(self._units)
-        if self.sum is None:
-            return norms
-        summed = self.summed_parameters()
-        return {parameter: norm for parameter, norm in norms.items() if parameter in summed}
-
-    def summed_parameters(self) -> frozenset[nn.Parameter]:
-        """Returns the parameters whose gradients of the last step are sums over the sharers already."""
-        if self.sum is None:
-            return frozenset()
-        return frozenset(tensor.host for tensor in self.sum.summed) | self.sum.on_device.summed
+        return self.destination.known_norms(self.offloader.norms(self._units))
 
     def begin_forward(self) -> None:
         """Leaves all gradients to autograd from now on, if the forward that begins is of DistributedDataParallel.
@@ -204,7 +156,7 @@ class GradientLanding:
             return
         if self._is_side_by_side:
             raise SideBySideError("DistributedDataParallel takes the gradients of one microbatch after another")
-        if self._released is not None or self._updates.early or self.sum is not None:
+        if self._released is not None or self._updates.early or self.destination.takes_gradients:
             raise RuntimeError(
                 "DistributedDataParallel sums gradients when backward has made them, and this mode updates with them or"
                 " sums them inside backward: give overlap early=False, no speculation and no released gradients, and"
@@ -222,32 +174,29 @@ class GradientLanding:
             if not tensor.host.requires_grad:
                 # Frozen since forward: autograd gives a resident parameter no gradient then.
                 return None
-            if is_captured(node):
+            try:
+                executes_node(node)
+            except RuntimeError:
+                # It is captured, as by `torch.autograd.grad`.
                 return self._on_host(gradient)
             # First, because it raises where an update may be reading the host memory that the gradient goes to.
             is_final = self.final.counting and self.final.land(unit, tensor)
-            return self._land(unit, tensor, gradient, is_final)
-
-    def _land(
-        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool
-    ) -> torch.Tensor | None:
-        if self._released is not None:
-            self._released.land(unit, tensor, gradient, is_final, self._updates, after=self.copy_in(unit))
+            if self._released is not None:
+                self._released.land(unit, tensor, gradient, is_final, self._updates, after=self.copy_in(unit))
+                return None
+            if tensor in self.offloader.waiting:
+                self._send()
+            if self._all_leave or tensor.leaves_to_autograd(gradient):
+                tensor.landed_in = None
+                return self._on_host(gradient)
+            elsewhere = self.destination
+            if not elsewhere.takes_gradients:
+                self.land_at_home(unit, tensor, gradient, is_final)
+            elif not elsewhere.take(unit, tensor, gradient):
+                self.land_at_home(unit, tensor, gradient, is_final=False)
+            if not (self._in_step and self._will_settle):
+                self._settle_in_time()
             return None
-        if self.offloader.waits(tensor):
-            self._send()
-        if self._all_leave or tensor.leaves_to_autograd(gradient):
-            tensor.landed_in = None
-            return self._on_host(gradient)
-        if self.sum is None:
-            self._land_at_home(unit, tensor, gradient, is_final)
-        elif self.sum.takes(unit, tensor, self._are_final):
-            self.sum.land(unit, tensor, gradient)
-        else:
-            self._land_alone(unit, tensor, gradient)
-        if not (self._in_step and self._will_settle):
-            self._settle_in_time()
-        return None
 
     @left_out_of_graphs
     def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
@@ -256,40 +205,23 @@ class GradientLanding:
         Raises RuntimeError where it cannot be, and SideBySideError where losses of microbatches side by side use it.
         """
         with self._lock:
-            self._before_host_gradient(unit, tensor)
+            if self._released is not None:
+                raise used_on_host(tensor)
+            self.destination.check_host_use(unit, tensor)
+            self._send()
+            if tensor.landed_in is None:
+                # It did not land in memory of its own, but went to autograd, which has added the two.
+                return
+            if self._is_side_by_side:
+                raise SideBySideError(f"{tensor.name} is used outside of the forward of its module")
+            self.final.land(unit, tensor)
+            tensor.meets_host_gradient = True
+            if tensor.landed is not None:
+                tensor.landed.synchronize()
+            self._streams.writes(None, tensor, "autograd's sum on the host")
 
-    def _before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
-        if self._released is not None:
-            raise used_on_host(tensor)
-        if self.sum is not None:
-            self.sum.refuse_host_use(unit, tensor)
-        self._send()
-        if tensor.landed_in is None:
-            # It did not land in memory of its own, but went to autograd, which has added the two.
-            return
-        if self._is_side_by_side:
-            raise SideBySideError(f"{tensor.name} is used outside of the forward of its module")
-        self.final.land(unit, tensor)
-        tensor.meets_host_gradient = True
-        if tensor.landed is not None:
-            tensor.landed.synchronize()
-        self._streams.writes(None, tensor, "autograd's sum on the host")
-
-    def before_gradient_is_read(self) -> None:
-        """Blocks the host until the gradients can be read. Raises RuntimeError where they cannot be, or only later."""
-        if self._released is not None:
-            raise RuntimeError(
-                f"a forward reads the gradient of a weight, which is released to its update alone: {KEEP}"
-            )
-        if self.sum is not None:
-            raise RuntimeError("a forward reads the gradient of a weight that several processes share: read it later")
-        self.settle()
-
-    def _land_alone(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
-        """Sends a gradient that sharers do not sum home, to memory of this process."""
-        self._land_at_home(unit, tensor, gradient, is_final=False)
-
-    def _land_at_home(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool) -> None:
+    def land_at_home(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool) -> None:
+        """Sends a gradient to host memory of this process."""
         if tensor.host.grad is None and tensor.gradient is not None:
             tensor.landed_in = None
             if tensor.gradient_is_held:
@@ -305,8 +237,11 @@ class GradientLanding:
         self._have_left(self.offloader.send())
 
     def _have_left(self, batch: Sequence[Landing]) -> None:
-        """Hands on gradients whose copies home are queued."""
+        """Passes sent gradients to the optimizer, and frees their device copies behind their copies home."""
         if not batch:
+            return
+        if self._updates is NO_UPDATES:
+            self.offloader.free([each.leaving for each in batch])
             return
         keeps = self._updates.retain_gradient
         self.offloader.free([each.leaving for each in batch if not keeps(each.unit, each.tensor, each.leaving)])

@@ -10,18 +10,15 @@ emptied and the host waits for the copies in. In a step and in `inference` units
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload.memory.device_slots import DeviceSlot, DeviceSlots
 from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
 from offload.torch_private.torch_internals import is_in_backward
-from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.prefetching.access_order import AccessOrder
-from offload.weights.prefetching.file_homes import NO_FILES, NoFiles
-from offload.weights.prefetching.gathering import Agreement, SliceGatherer
-from offload.weights.prefetching.read_ahead import coming_in
+from offload.weights.prefetching.filler import Filler, Forecast
 from offload.weights.prefetching.repeated_order import RepeatedOrder
 from offload.weights.prefetching.slot_contents import SlotContents
 from offload.weights.units.unit import OffloadUnit
@@ -29,10 +26,7 @@ from offload.weights.units.unit_tensor import UnitTensor
 
 
 class Prefetcher:
-    """Keeps the units that compute needs next in a fixed pool of slots, by way of `SlotContents`.
-
-    `updates` is asked before a unit is copied in.
-    """
+    """Keeps the units that compute needs next in a fixed pool of slots, by way of `SlotContents`."""
 
     def __init__(
         self,
@@ -41,26 +35,22 @@ class Prefetcher:
         transfer: Transfer,
         prefetch: int,
         poison: bool,
-        files: NoFiles = NO_FILES,
-        gatherer: SliceGatherer | None = None,
+        filler: Filler,
     ):
         """`prefetch` is the number of uses ahead for which units are fetched.
 
-        `files` reads what units have in files. `poison` fills freed slots with NaN, so that a stale read shows in the
-        result; it costs the device's memory bandwidth. `gatherer` fills slots inside steps, where all sharers do;
-        outside of steps each copies whole units.
+        `poison` fills freed slots with NaN, so that a stale read shows in the result; it costs the device's memory
+        bandwidth. `filler` brings units into slots.
         """
-        self.updates: Updates = NO_UPDATES
         self._units = units
         self._slots = slots
         self._transfer = transfer
         self._streams = transfer.streams
         self._prefetch = prefetch
-        self._files = files
-        self._contents = SlotContents(slots, transfer, poison, files, gatherer)
+        self._filler = filler
+        self._contents = SlotContents(slots, transfer, poison, filler)
         self.slot_of = self._contents.slot_of
         """the slot of each unit that has one, as a unit with an open window does"""
-        self._gatherer = gatherer
         self._access_order = AccessOrder()
         self._inference_order = RepeatedOrder()
         # The one of the two that is followed now, if any.
@@ -77,10 +67,6 @@ class Prefetcher:
 
     def begin_step(self) -> None:
         """Starts fetching the units that the step will use first."""
-        if self._gatherer is not None:
-            # Compute may still wait for the last sums, and the copy of the batch for compute. In the same copy engine
-            # that would wait for all weights which are queued before it.
-            self._transfer.after_compute(self._streams.h2d)
         self._access_order.begin()
         self._begin(self._access_order)
 
@@ -143,8 +129,8 @@ class Prefetcher:
     def fetch(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
         """Returns the slot that has `unit`, for the current compute stream to read from now on.
 
-        The unit keeps the slot while a window is open on it (`in_window` opens one: `unit.open_windows` counts them), else
-        until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
+        The unit keeps the slot while a window is open on it (`in_window` opens one, `unit.open_windows` counts), or until
+        as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
         unit in use.
         """
         if unit is self._latest and not in_window:
@@ -157,8 +143,8 @@ class Prefetcher:
         self._latest = None if in_window else unit
         if self._followed is self._access_order:
             in_backward = is_in_backward()
-            if self._gatherer is not None:
-                self._gatherer.note_use(unit, in_backward)
+            if self._filler.follows_uses:
+                self._filler.note_use(unit, in_backward)
             self._access_order.record(unit.index, in_backward=in_backward)
         elif self._followed is not None:
             self._followed.record(unit.index)
@@ -182,9 +168,8 @@ class Prefetcher:
                 self._allow_for_open_windows()
             self._let_compute_read(unit, slot)
             self._fetch_ahead(self._prefetch)
-            if self._gathers:
-                self._gatherer.after_use()
-            self._read_ahead()
+            if self._filler.follows_uses:
+                self._look_ahead()
         except BaseException:
             # The caller knows of no window, and would close none.
             unit.open_windows -= in_window
@@ -192,10 +177,8 @@ class Prefetcher:
         return slot
 
     def _may_have_changed(self, unit: OffloadUnit, slot: DeviceSlot) -> bool:
-        # Sharers must fetch the same units. Some may have undone updates for which others had no room, so their version
-        # counters differ. This flag does not.
-        was_updated = self._gatherer is not None and unit.has_begun_updates
-        return was_updated or slot.source != unit.weights_now()
+        # Version counters do not show an update that has begun and not ended, or that was undone.
+        return unit.has_begun_updates or slot.source != unit.weights_now()
 
     def _let_compute_read(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         """Makes the current compute stream wait for what is being copied into and out of the slot of `unit`."""
@@ -251,9 +234,10 @@ class Prefetcher:
     def _begin(self, order: AccessOrder | RepeatedOrder | None) -> None:
         # A backward outside of steps may have left units there, whose weights may have changed.
         self.evict_all()
-        self._files.check()
+        self._filler.begin(order is self._access_order)
         self._followed, self._latest = order, None
-        self._read_ahead()
+        if self._filler.follows_uses:
+            self._look_ahead()
         self._fetch_ahead(len(self._slots.all))
 
     def _check_promise(self, unit: OffloadUnit) -> None:
@@ -292,33 +276,20 @@ class Prefetcher:
             slot = self._contents.free_slot() or self._evict_later_than(unit)
             if slot is None:
                 return
-            if self._gathers:
-                # All sharers fetch the unit, or none.
-                pending, places = self._agree(unit, slot, ahead=True)
-            else:
-                pending, places = self.updates.is_pending(unit) or not self._files.is_ready(unit), None
-            if pending:
+            if not self._filler.is_ready(unit, slot):
                 # The host goes on and queues other work for compute. The slot was given up before: given up later, it
                 # would be free only behind that work.
                 self.prefetch_waits = True
                 return
-            self._fill(unit, slot, places)
+            self._fill(unit, slot)
 
-    def _read_ahead(self) -> None:
-        """Reads ahead the files that the next copies in need, those of the next step too."""
-        count, slots = self._files.ahead, len(self._slots.all)
-        if not count or self._followed is None:
+    def _look_ahead(self) -> None:
+        order = self._followed
+        if order is None:
             return
-        # Beyond what is in the slots, whose units are used without a copy.
-        far = count + 3 * slots
-        coming = coming_in(self._followed.upcoming(far), (unit.index for unit in self.slot_of), slots, count)
-        if self._followed is self._access_order:
-            coming += coming_in(self._access_order.order[:far], (), slots, count - len(coming))
-        self._files.expect(self._units[index] for index in coming)
-
-    @property
-    def _gathers(self) -> bool:
-        return self._gatherer is not None and self._followed is self._access_order
+        next_step = order.order if order is self._access_order else ()
+        held = [unit.index for unit in self.slot_of]
+        self._filler.look_ahead(Forecast(order.upcoming, next_step, held, len(self._slots.all)))
 
     def _make_room(self) -> DeviceSlot:
         slot = self._contents.free_slot()
@@ -349,26 +320,11 @@ class Prefetcher:
         return self._contents.evict(self._units[farthest])
 
     def _fill_now(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
-        pending, places = self._gathers, None
-        while pending:
-            pending, places = self._agree(unit, slot, ahead=False)
-        return self._fill(unit, slot, places)
+        self._filler.await_ready(unit, slot)
+        return self._fill(unit, slot)
 
-    def _agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool) -> Agreement:
-        """Agrees with the sharers on a fetch."""
-        agreement = None
-        while agreement is None:
-            pending = ahead and self.updates.is_pending(unit)
-            if not pending:
-                # Before, because others may copy what this process updates.
-                self.updates.before_onload(unit)
-            agreement = self._gatherer.agree(unit, slot, ahead, pending)
-        return agreement
-
-    def _fill(self, unit: OffloadUnit, slot: DeviceSlot, places: Sequence[int] | None) -> DeviceSlot:
-        if not self._gathers:
-            self.updates.before_onload(unit)
-        self._contents.fill(unit, slot, places)
+    def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
+        self._contents.fill(unit, slot)
         if self._followed is self._inference_order:
             self._promised.setdefault(unit, unit.parameters_now())
         return slot

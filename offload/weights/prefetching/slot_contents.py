@@ -3,12 +3,12 @@
 [Note: the life of a slot]
 
 - Free. `content` is None, and the h2d stream already waits for every stream that has read the slot.
-- Filling. `fill` queues the copy of a unit on the h2d stream and records `ready` behind it; `content` is the unit.
-  Where processes share the unit's home, it queues copies of slices, and on the gather stream their collectives.
+- Filling. `Filler.fill` queues the copy of a unit on the h2d stream and records `ready` behind it; `content` is the
+  unit.
 - Read. The first `Prefetcher.fetch` after that makes compute wait for `ready` and adds it to `readers`. `write_home`
   adds the d2h stream, which copies changed buffers out of the slot. The slot keeps its unit while a window is open on
   the unit, while the unit is among those fetched last in backward, and inside `Prefetcher.retain_recent`.
-- Read so far. `Prefetcher.no_window_left` records `free` on compute: what is queued later does not read the slot, until
+- Read so far. `Prefetcher.mark_last_use` records `free` on compute: what is queued later does not read the slot, until
   the next `fetch` of the unit.
 - Released. `evict` records `free` on the other readers, on compute if the unit was fetched since, and makes the h2d
   stream wait for it, so that the next copy into the slot comes after all that reads it: the slot is free. Recorded only
@@ -17,16 +17,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from offload.memory.device_slots import DeviceSlot, DeviceSlots
-from offload.sharing.sharers import OWN_HOMES
 from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
-from offload.weights.prefetching.file_homes import NoFiles
-from offload.weights.prefetching.gathering import SliceGatherer
+from offload.weights.prefetching.filler import Filler
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
@@ -38,15 +34,8 @@ class SlotContents:
     streams that read it before.
     """
 
-    def __init__(
-        self,
-        slots: DeviceSlots,
-        transfer: Transfer,
-        poison: bool,
-        files: NoFiles,
-        gatherer: SliceGatherer | None,
-    ):
-        """`poison`, `files` and `gatherer` are those of `Prefetcher`."""
+    def __init__(self, slots: DeviceSlots, transfer: Transfer, poison: bool, filler: Filler):
+        """`poison` and `filler` are those of `Prefetcher`."""
         self.slot_of: dict[OffloadUnit, DeviceSlot] = {}
         """the slot of each unit that has one"""
         self.unawaited: dict[OffloadUnit, Event] = {}
@@ -55,8 +44,7 @@ class SlotContents:
         self._transfer = transfer
         self._streams = transfer.streams
         self._poison = poison
-        self._files = files
-        self._gatherer = gatherer
+        self._filler = filler
         # Units that were copied in since the host last might change the weights.
         self._copied: set[OffloadUnit] = set()
         for slot in slots:
@@ -68,18 +56,13 @@ class SlotContents:
         """Returns a slot that has no unit, if there is one."""
         return next((slot for slot in self._slots if slot.content is None), None)
 
-    def fill(self, unit: OffloadUnit, slot: DeviceSlot, places: Sequence[int] | None = None) -> None:
-        """Copies a unit into a free slot. `places`: by slices, together with the sharers, into theirs."""
+    def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
+        """Copies a unit into a free slot."""
         # A write back of this unit is over by now as h2d sees it: its slot was released behind it.
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit.name}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit.name}")
-        if places is not None:
-            self._gatherer.fill(unit, slot, places)
-        else:
-            block = unit.weights.bytes
-            self._transfer.copy_in(slot.bytes[: block.numel()], block, done=slot.ready, what=unit.name)
-            self._files.copy_in(unit, slot)
-        for tensor in unit.outside_block():
+        self._filler.fill(unit, slot)
+        for tensor in unit.strays():
             for view, given in zip(tensor.views_of(slot.bytes), tensor.parts_of(tensor.host), strict=True):
                 self._transfer.copy_in(view, given.data, done=slot.ready, what=tensor.name)
         slot.source = unit.weights_now()
@@ -104,28 +87,22 @@ class SlotContents:
     def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
         """Copies tensors of `unit` that compute changed in its slot back to the host block; `unit.written` ends it.
 
-        Raises RuntimeError if processes share that block.
+        Raises RuntimeError as `Filler.check_written` does.
         """
         streams, slot = self._streams, self.slot_of[unit]
-        if self._gatherer is not None:
-            raise RuntimeError(
-                f"{tensors[0].name} was changed in a forward, and several processes share it: their changes would"
-                f" differ; {OWN_HOMES}"
-            )
+        self._filler.check_written(unit, tensors)
         streams.writes(streams.compute, slot, f"update of {unit.name}")
         self._transfer.after_compute(streams.d2h)
         streams.reads(streams.d2h, slot, f"write back of {unit.name}")
         streams.writes(streams.d2h, unit.weights, f"write back of {unit.name}")
         unit.written = streams.event()
         for tensor in tensors:
-            # What was changed is not read from a file again.
-            tensor.file_version = None
             for home, changed in zip(unit.home_of(tensor), tensor.parts_of(tensor.device), strict=True):
                 self._transfer.copy_out(home, changed, done=unit.written, what=tensor.name)
         if streams.d2h not in slot.readers:
             slot.readers.append(streams.d2h)
 
-    def let_host_write(self) -> None:
+    def release_for_host_writes(self) -> None:
         """Empties every slot, but for units with open windows, and blocks the host until it may change the weights."""
         self._empty_slots()
         for unit in [unit for unit in self._copied if not unit.open_windows]:
@@ -154,9 +131,7 @@ class SlotContents:
 
     def _release(self, slot: DeviceSlot) -> None:
         h2d = self._streams.h2d
-        if self._gatherer is not None:
-            # Compute, which waits for it, may not have read the slot.
-            h2d.wait_event(slot.ready)
+        self._filler.before_reuse(slot)
         if slot.read_by is not None:
             h2d.wait_event(slot.free)
         for reader in slot.readers:

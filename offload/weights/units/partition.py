@@ -17,7 +17,7 @@ from offload.errors import KnobError
 from offload.torch_private.tensor_parts import lies_flat, true_bytes, wraps
 from offload.weights.units.layouts import check_buffer, check_frozen
 from offload.weights.units.placement import ModuleAttribute
-from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
+from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
 # Of the bytes of a model, for the units that stay on the device first. While backward computes two blocks of 32 (7B at
@@ -71,9 +71,9 @@ class CutModel:
         return sum(unit.nbytes for unit in self.units)
 
     @property
-    def file_bytes(self) -> int:
-        """The bytes of the units that have their homes in files."""
-        return self.unit_bytes - sum(unit.block_bytes for unit in self.units)
+    def fixed_bytes(self) -> int:
+        """The bytes of the fixed units, which take no memory of the host."""
+        return sum(unit.nbytes for unit in self.units if unit.is_fixed)
 
     @property
     def gradient_bytes(self) -> int:
@@ -172,31 +172,6 @@ def keep_on_device(parts: CutModel, amount: str | int) -> CutModel:
     for index, unit in enumerate(streamed):
         unit.index = index
     return CutModel(parts.model, streamed, windows, resident)
-
-
-def cut_for_sharers(parts: CutModel) -> CutModel:
-    """Returns `parts` for processes that share the homes of the units: with slices in mind, and without buffers.
-
-    A forward may change a buffer, and each process has its own, which stays on the device. Tensors begin where slices
-    may (SHARED_ALIGNMENT_BYTES).
-    """
-    resident = list(parts.resident)
-    for unit in parts.units:
-        resident += [(tensor.host, tensor.attributes) for tensor in unit.tensors if tensor.is_buffer]
-        kept, unit.tensors = [tensor for tensor in unit.tensors if not tensor.is_buffer], []
-        unit.alignment = SHARED_ALIGNMENT_BYTES
-        for tensor in kept:
-            tensor.offset = unit.nbytes
-            unit.tensors.append(tensor)
-    units = [unit for unit in parts.units if unit.tensors]
-    for index, unit in enumerate(units):
-        unit.index = index
-    windows = []
-    for window in parts.windows:
-        read = tuple((unit, tensor) for unit, tensor in window.read if not tensor.is_buffer)
-        if read:
-            windows.append(Window(window.module, read))
-    return CutModel(parts.model, units, windows, resident)
 
 
 def _cut_points_by_module(cut_points: Sequence[CutPoint]) -> dict[nn.Module, CutPoint]:

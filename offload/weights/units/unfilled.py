@@ -7,12 +7,11 @@ NumPy, or another tensor in its place. Version counters would miss some of these
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
 
-from offload.files.mapped_files import lies_in_file
 from offload.torch_private.module_contexts import before_each_call
 from offload.torch_private.tensor_parts import parts, wraps
 from offload.torch_private.torch_internals import is_function_transform_tensor
@@ -39,15 +38,13 @@ def is_marked(tensor: torch.Tensor) -> bool:
     if wraps(tensor):
         return any(map(is_marked, parts(tensor)))
     ends = _ends(tensor)
-    if not ends or lies_in_file(tensor):
-        # A tensor in a file has its values; and a look at the end of a file that was cut short ends the process.
-        return False
-    return all(end.tolist() == _marks(end) for end in ends)
+    return bool(ends) and all(end.tolist() == _marks(end) for end in ends)
 
 
-def unfilled(model: nn.Module) -> list[str]:
-    """Returns the names of the parameters and buffers of `model` that have no values, tied ones once."""
-    return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_marked(tensor)]
+def unfilled(model: nn.Module, but: Collection[torch.Tensor] = ()) -> list[str]:
+    """Returns the names of the parameters and buffers of `model` that have no values, tied ones once; none of `but`."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in named if tensor not in but and is_marked(tensor)]
 
 
 class UnfilledTensors:
@@ -58,12 +55,16 @@ class UnfilledTensors:
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
+        self._fixed: Collection[torch.Tensor] = ()
         self._remove_hooks: Callable[[], None] = lambda: None
 
-    def watch(self, model: nn.Module) -> None:
-        """Begins to refuse, where something has no values. Call it when the tensors are where they belong."""
-        if unfilled(model):
-            self._model = model
+    def watch(self, model: nn.Module, fixed: Collection[torch.Tensor] = ()) -> None:
+        """Begins to refuse, where something has no values. Call it when the tensors are where they belong.
+
+        `fixed` have their values for good, and are not looked at.
+        """
+        if unfilled(model, fixed):
+            self._model, self._fixed = model, fixed
             self._remove_hooks = before_each_call(model.modules(), self._check_call)
 
     def check_step(self) -> None:
@@ -82,7 +83,7 @@ class UnfilledTensors:
         self._remove_hooks()
 
     def _check(self) -> None:
-        names = unfilled(self._model) if self._model is not None else []
+        names = unfilled(self._model, self._fixed) if self._model is not None else []
         if names:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             raise RuntimeError(

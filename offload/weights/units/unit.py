@@ -34,12 +34,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from offload.files.mapped_files import MappedFile, written_pages
 from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, HostBlock, aligned
 from offload.streams.registry import Event
 from offload.torch_private.tensor_parts import wraps
@@ -48,18 +46,13 @@ from offload.weights.units.layouts import check_frozen
 from offload.weights.units.placement import held_by, move_to
 from offload.weights.units.unit_tensor import UnitTensor
 
-# The alignment of tensors that processes share, and of their slices: 256 numbers, a block of states in 8 bits.
-SHARED_ALIGNMENT_BYTES = 1024
-
 
 @dataclass(eq=False)
 class OffloadUnit:
     """Tensors that move together; at home they lie in `weights`, one flat host block, each with a storage of its own.
 
-    The block has the first tensors; those with `spans` follow, whose homes are in files. `gradients` is the block of
-    the sums of gradients, where processes share it.
-
-    Each begins at a multiple of `alignment`.
+    Each begins at a multiple of `alignment`. `is_fixed`: an extension has put the weights somewhere else, where they
+    stay as they are, and the block is empty.
 
     `Prefetcher` writes `written`, which ends the last copy of buffers from the device into `weights`, and
     `open_windows`, the number of windows open on the unit.
@@ -69,29 +62,19 @@ class OffloadUnit:
     index: int
     tensors: list[UnitTensor] = field(default_factory=list)
     weights: HostBlock | None = None
-    gradients: HostBlock | None = None
     written: Event | None = None
     open_windows: int = 0
     # Its updates have begun inside this backward: what a slot has of it is out of date, and not read again.
     has_begun_updates: bool = False
-    # Its gradients have no home: each goes to its update alone.
-    releases: bool = False
+    # Else memory for a gradient is made when one needs it, if at all.
+    has_gradient_homes: bool = True
+    is_fixed: bool = False
     alignment: int = ALIGNMENT_BYTES
 
     @property
     def nbytes(self) -> int:
         """Bytes of the flat buffer, alignment included."""
         return sum(aligned(tensor.nbytes, self.alignment) for tensor in self.tensors)
-
-    @property
-    def in_block(self) -> list[UnitTensor]:
-        """The tensors whose home is the unit's block."""
-        return [tensor for tensor in self.tensors if tensor.spans is None]
-
-    @cached_property
-    def in_files(self) -> list[UnitTensor]:
-        """The other tensors, whose homes were in files when the mode was attached."""
-        return [tensor for tensor in self.tensors if tensor.spans is not None]
 
     @cached_property
     def compound(self) -> list[UnitTensor]:
@@ -102,11 +85,6 @@ class OffloadUnit:
     def parameters(self) -> list[UnitTensor]:
         """The tensors that are no buffers."""
         return [tensor for tensor in self.tensors if not tensor.is_buffer]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the unit's block, alignment included."""
-        return sum(aligned(tensor.nbytes, self.alignment) for tensor in self.in_block)
 
     @property
     def trained(self) -> list[UnitTensor]:
@@ -129,15 +107,16 @@ class OffloadUnit:
 
     def tensor_at(self, offset: int) -> UnitTensor:
         """Returns the tensor to which byte `offset` of the flat buffer belongs."""
-        return self.tensors[bisect_right(self._starts, offset) - 1]
+        return self.tensors[bisect_right(self.starts, offset) - 1]
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def starts(self) -> list[int]:
+        """The offset of each tensor in the flat buffer."""
         return [tensor.offset for tensor in self.tensors]
 
     def home_of(self, tensor: UnitTensor) -> list[torch.Tensor]:
         """Returns the memory of each part of `tensor` at home, or where its user has given it other data."""
-        if tensor.spans is None and tensor.is_home:
+        if tensor.is_home and not self.is_fixed:
             return tensor.views_of(self.weights.bytes)
         return [part.data for part in tensor.parts_of(tensor.host)]
 
@@ -153,11 +132,6 @@ class OffloadUnit:
         for tensor in strays:
             tensor.check_data(tensor.host, self.weights.bytes.device)
         return strays
-
-    def outside_block(self) -> list[UnitTensor]:
-        """Returns the tensors whose data is in memory, and not in the unit's block. Raises RuntimeError as `strays`."""
-        left_files = [tensor for tensor in self.in_files if tensor.is_home and not tensor.reads_file]
-        return self.strays() + left_files
 
     def weights_now(self) -> list[tuple]:
         """Returns addresses, strides and version counters, which change where the user changes a tensor at home."""
@@ -182,9 +156,9 @@ class OffloadUnit:
     def is_as_taken(self) -> bool:
         """Tells whether each tensor is the one that was taken over last, with its data in its place in the block.
 
-        False where to find out takes more than a look: of tensors in files and of those that consist of several.
+        False where to find out takes more than a look: of fixed units and of tensors that consist of several.
         """
-        if self.compound or self.in_files:
+        if self.compound or self.is_fixed:
             return False
         for tensor in self.tensors:
             host = tensor.host
@@ -200,8 +174,7 @@ class OffloadUnit:
 
         Where data was given (`parameter.data = ...`) the unit moves into a new block, because the user may hold views
         of the old one as a backup. Before that `end_updates` blocks the host until no update writes to the unit's data.
-        A tensor that was changed or trains now leaves its file, for a block of its own. Raises RuntimeError in one line
-        for what cannot be streamed.
+        Raises RuntimeError in one line for what cannot be streamed.
         """
         for tensor in self.tensors:
             # As a rule there is none.
@@ -211,17 +184,13 @@ class OffloadUnit:
         strays = self.strays()
         if strays:
             end_updates()
-        for tensor in self.in_files:
-            has_other_home = tensor.own_block is not None and tensor.is_home
-            if (tensor.trains or not tensor.reads_file) and not has_other_home:
-                tensor.leave_files(arena)
         for tensor in strays:
             if tensor.trains:
                 # Who has a copy of it sees by this that the copy is outdated: memory may come back at an old address.
                 torch.autograd.graph.increment_version(tensor.host)
-        if any(tensor.spans is None for tensor in strays):
+        if strays:
             old = self.weights
-            self._move_into(arena.allocate(self.block_bytes, old.name))
+            self._move_into(arena.allocate(self.nbytes, old.name))
             arena.release(old)
         self.ensure_gradients(arena)
 
@@ -234,7 +203,7 @@ class OffloadUnit:
             if tensor.layout.is_compound:
                 check_frozen(tensor.name, tensor.host)
             tensor.check_gradient_dtype()
-            if tensor.gradient is None and tensor.shared_gradient is None and not self.releases:
+            if tensor.gradient is None and self.has_gradient_homes:
                 self.ensure_gradient(tensor, arena)
 
     def ensure_gradient(self, tensor: UnitTensor, arena: HostArena) -> None:
@@ -243,47 +212,29 @@ class OffloadUnit:
             tensor.make_gradient(arena.allocate(tensor.nbytes, f"gradient of {tensor.name}").bytes)
 
     def notice_writes(self) -> None:
-        """Takes tensors out of their files if they were written there, also in ways that no version counter shows."""
+        """Looks anew at tensors that consist of several, whose user may have given them other parts."""
         for tensor in self.compound:
             tensor.forget_parts()
-        in_files = [tensor for tensor in self.in_files if tensor.reads_file]
-        if not in_files or self.weights.bytes.is_meta:
-            return
-        places = [(address, span.nbytes) for t in in_files for address, span in zip(t.home, t.spans, strict=True)]
-        written = iter(written_pages(places))
-        for tensor in in_files:
-            changed = [next(written) for _ in tensor.spans]
-            if any(changed):
-                tensor.file_version = None
 
-    def bring_home(
-        self, arena: HostArena, files: Mapping[Path, MappedFile] | None = None, is_shared: bool = False
-    ) -> None:
+    def bring_home(self, arena: HostArena) -> None:
         """Moves the tensors into host blocks of the arena: real values are copied, meta tensors become memory to fill.
 
-        Tensors that have memory keep their identity; those on the meta device are replaced in their modules. Those with
-        `spans` become views of `files`; without files, in a dry run, they have no memory. In an arena that processes
-        share (`is_shared`) memory is made for the sums of their gradients; that for a gradient of this process alone is
-        made when one needs it.
+        Tensors that have memory keep their identity; those on the meta device are replaced in their modules.
         """
-        self._move_into(arena.allocate(self.block_bytes, f"weights of {self.name}"))
-        for tensor in self.tensors:
-            if tensor.spans is not None:
-                spans = [(span, None if files is None else files[span.path]) for span in tensor.spans]
-                nothing = [HostBlock(span.nbytes, tensor.name, is_meta=True).bytes for span, file in spans if not file]
-                tensor.move_into_files(nothing or [file.view(span) for span, file in spans])
-        if self.releases:
+        self._move_into(arena.allocate(self.nbytes, f"weights of {self.name}"))
+        if not self.has_gradient_homes:
             return
         gradients = arena.allocate(self.gradient_bytes, f"gradients of {self.name}")
         used = 0
         for tensor in self.trained:
-            memory = gradients.piece(used, tensor.nbytes)
-            if is_shared:
-                tensor.shared_gradient = tensor.layout.pieces[0].over(memory).data
-                tensor.gradient_offset, self.gradients = used, gradients
-            else:
-                tensor.make_gradient(memory)
+            tensor.make_gradient(gradients.piece(used, tensor.nbytes))
             used += aligned(tensor.nbytes, self.alignment)
+
+    def lie_in(self, memory: Mapping[UnitTensor, list[torch.Tensor]], arena: HostArena) -> None:
+        """Makes `memory`, uint8 tensors for each tensor's parts, the home of a fixed unit, with the values there."""
+        self.weights = arena.allocate(0, f"weights of {self.name}")
+        for tensor, parts in memory.items():
+            tensor.lie_in(parts)
 
     def put_back(self) -> None:
         """Takes `bring_home` back, also one that failed: meta tensors are in their modules again."""
@@ -301,7 +252,7 @@ class OffloadUnit:
 
     def _move_into(self, block: HostBlock) -> None:
         self.weights = block
-        for tensor in self.in_block:
+        for tensor in self.tensors:
             # A storage for each: a file of one tensor would have all bytes of a storage that they share.
             start = tensor.offset
             tensor.move_into(tensor.layout.views(lambda offset, n, start=start: block.piece(start + offset, n)))

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from offload.files.mapped_files import FileSpan
 from offload.memory.device_slots import DeviceSlot
-from offload.memory.host_memory import HostArena, HostBlock
 from offload.streams.registry import Event
 from offload.torch_private.tensor_parts import Places, TakenApart, parts, places_of
 from offload.torch_private.torch_internals import count_references, gradient_hooks
@@ -22,7 +20,7 @@ class UnitTensor:
     """A parameter or buffer of a unit: the modules that hold it, and its bytes in the unit's flat buffer.
 
     `layout` says how it lies there. `host` is the tensor that modules hold outside of windows; once the unit is at
-    home, its data lies in the host block, or in files, at `spans`, or since it left these in a block of its own.
+    home, its data lies in the host block, or where an extension has put it.
     `origin` is the device on which it was found, and `found` is the tensor itself if that was the meta device.
     `device` is its stand-in for the current step, and `writes` counts the changes that forwards of this step have made
     to it; `stand_ins` writes both. `gradient` is host memory for its gradient. `GradientOffloader` writes the rest:
@@ -34,17 +32,9 @@ class UnitTensor:
     host: torch.Tensor
     attributes: list[ModuleAttribute]
     offset: int
-    # The place of each part of a tensor whose home is, or was, in files. It is not in the unit's block.
-    spans: tuple[FileSpan, ...] | None = None
-    own_block: HostBlock | None = None
-    # The addresses of its parts at home, and where that is a file, autograd's version counter; None: it has left it.
+    # The addresses of its parts at home.
     home: list[int] = field(default_factory=list)
-    file_version: int | None = None
     gradient: torch.Tensor | None = None
-    # Where processes share the home: the memory, which they share too, for the sum of their gradients, and where it
-    # begins in the unit's `gradients`.
-    shared_gradient: torch.Tensor | None = None
-    gradient_offset: int = 0
     # A loss has used the host tensor besides its stand-in.
     meets_host_gradient: bool = False
     # This step's gradient went to its update, and is in no `.grad`.
@@ -56,7 +46,8 @@ class UnitTensor:
     device: torch.Tensor | None = None
     # While a window is open: the copy of `device` that modules hold in its place, for a buffer that may change.
     own_copy: torch.Tensor | None = None
-    # The stand-in of a parameter that trains, joined to it in autograd's graph: that of this step, or of the last.
+    # The stand-in of a parameter that is one tensor, of this step or of the last. Where the parameter trains, the
+    # graph of autograd joins the two.
     joined: torch.Tensor | None = None
     joined_before: torch.Tensor | None = None
     # By microbatch, where they run side by side.
@@ -79,8 +70,8 @@ class UnitTensor:
         # For one that consists of several: the tensor at home, and that on the device.
         self._host_parts: TakenApart | None = None
         self._device_parts: TakenApart | None = None
-        # By the index of a slot.
-        self._views: dict[int, list[torch.Tensor]] = {}
+        self.slot_views: dict[int, list[torch.Tensor]] = {}
+        """what `views_in` has returned, by the index of the slot"""
         self._described_views: dict[int, list[tuple]] = {}
         # A stand-in, the places of its parts, and the host tensor for which it was made.
         self._stand_ins: dict[int, tuple[TakenApart, Places, TakenApart]] = {}
@@ -126,9 +117,9 @@ class UnitTensor:
 
     def views_in(self, slot: DeviceSlot) -> list[torch.Tensor]:
         """Returns `views_of` the bytes of a slot: the same objects every time."""
-        views = self._views.get(slot.index)
+        views = self.slot_views.get(slot.index)
         if views is None:
-            views = self._views[slot.index] = self.views_of(slot.bytes)
+            views = self.slot_views[slot.index] = self.views_of(slot.bytes)
         return views
 
     def are_views_in(self, slot: DeviceSlot, tensors: list[torch.Tensor]) -> bool:
@@ -222,37 +213,20 @@ class UnitTensor:
             return nothing or (host.data_ptr() == self.home[0] and host.stride() == self.strides)
         return not self.home or self._taken_apart.places == self._home_places
 
-    @property
-    def reads_file(self) -> bool:
-        """True if its values are those in its files, as far as addresses and version counters tell."""
-        if self.spans is None:
-            return False
-        return not self.home or (self.file_version == self._version_of(self.host) and self.is_home)
-
     def move_into(self, memory: list[torch.Tensor]) -> None:
         """Makes `memory`, a tensor for each part, the home of the tensor, with its values."""
         self.host = move_into(memory, self.host, self.attributes)
         self._lies_in(memory)
 
-    def move_into_files(self, views: list[torch.Tensor]) -> None:
-        """Makes `views` of its files, uint8, one for each part, the data of the tensor."""
+    def lie_in(self, views: list[torch.Tensor]) -> None:
+        """Makes `views`, uint8, one for each part, the home of the tensor, with the values that are there."""
         memory = [piece.over(view) for piece, view in zip(self.layout.pieces, views, strict=True)]
         self.host = put_over(memory, self.host, self.attributes)
         self._lies_in(memory)
-        self.file_version = self._version_of(self.host)
 
     def _lies_in(self, memory: list[torch.Tensor]) -> None:
         self.home = [piece.data_ptr() for piece in memory]
         self._home_places = places_of(memory)
-
-    def leave_files(self, arena: HostArena) -> None:
-        """Moves the tensor into a host block of its own."""
-        old = self.own_block
-        self.own_block = arena.allocate(self.nbytes, f"weights of {self.name}")
-        self.move_into(self.layout.views(self.own_block.piece))
-        self.file_version = None
-        if old is not None:
-            arena.release(old)
 
     def check_data(self, host: torch.Tensor, home: torch.device) -> None:
         """Raises RuntimeError in one line if `host` is a tensor that cannot be streamed in this one's place.

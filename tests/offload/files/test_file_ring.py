@@ -49,8 +49,13 @@ def ring(path: Path, streams: CheckedStreams) -> Iterator[FileRing]:
 
 
 def ring_of(path: Path, streams: CheckedStreams, count: int = 2, **options) -> FileRing:
-    options = {"threads": 2, "poison": True, "block_bytes": 4 * DIRECT_BYTES} | options
-    return FileRing({path: MappedFile(path)}, HostArena(CPU), streams, count=count, **options)
+    ring = FileRing(
+        {path: MappedFile(path)}, HostArena(CPU), streams, block_bytes=4 * DIRECT_BYTES, count=count, **options
+    )
+    # A read that brings too little shows.
+    for block in ring._blocks:
+        block.memory.bytes.fill_(0xFF)
+    return ring
 
 
 def bytes_of(ring: FileRing, plan: ReadPlan, nbytes: int = UNIT) -> bytes:
@@ -184,8 +189,7 @@ def test_threads_end_with_the_ring(path: Path, plans: list[ReadPlan], streams: C
 
 def test_blocks_are_the_only_memory(path: Path, plans: list[ReadPlan], streams: CheckedStreams):
     arena = HostArena(CPU)
-    options = {"block_bytes": 4 * DIRECT_BYTES, "count": 2, "threads": 2}
-    ring = FileRing({path: MappedFile(path)}, arena, streams, **options)
+    ring = FileRing({path: MappedFile(path)}, arena, streams, block_bytes=4 * DIRECT_BYTES, count=2)
     for plan in plans:
         bytes_of(ring, plan)
     assert arena.pageable_bytes == 2 * 4 * DIRECT_BYTES < path.stat().st_size / 3

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.files.file_ring import FileRing
+from offload.files import file_filler
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
-from offload.weights.prefetching import file_homes
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.mapped import trained, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, assert_same
@@ -18,18 +17,12 @@ from tests.offload.helpers.models import Stack, assert_same
 pytestmark = ON_A_GPU
 
 
-class PoisonedRing(FileRing):
-    """Blocks are filled with NaN before each read, as on the CPU."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options | {"poison": True})
-
-
 @pytest.mark.usefixtures("delayed", "poisoned")
 @pytest.mark.parametrize("ring_units", [1, 4])
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "knobs"), [(LayerStream, {"slots": 2}), (ShardOffload, {"shards": 3, "trained": "device"})]
+    ("kind", "knobs"),
+    [(LayerStream, {"slots": 2, "trained": "device"}), (ShardOffload, {"shards": 3, "trained": "device"})],
 )
 def test_numbers_are_those_of_memory(kind, knobs, direct: bool, ring_units: int, tmp_path: Path, monkeypatch):
     def model():
@@ -37,12 +30,10 @@ def test_numbers_are_those_of_memory(kind, knobs, direct: bool, ring_units: int,
         return with_low_rank(Stack(width=64, depth=5))
 
     expected = trained(model(), kind(**knobs), device="cuda")
-    monkeypatch.setattr(file_homes, "FileRing", PoisonedRing)
+    monkeypatch.setattr(file_filler, "RING_BLOCKS", ring_units)
     if direct:
-        monkeypatch.setattr(file_homes, "free_host_bytes", lambda: 0)
+        monkeypatch.setattr(file_filler, "free_host_bytes", lambda: 0)
     mapped = model()
     mode = kind(source="mapped", **knobs)
     mode.map_weights(write_frozen(mapped, tmp_path))
-    # A block has whole disk blocks, and so a little more than a unit.
-    mode.ring_bytes = ring_units * (mode.footprint(mapped).largest_unit_bytes + 2**16)
     assert_same(trained(mapped, mode, device="cuda"), expected)

@@ -95,7 +95,7 @@ def test_bytes_of_weights_in_files_are_those_of_a_run(tmp_path: Path):
     model, inputs = with_low_rank(Stack(width=32)), [stack_inputs(0, 0)]
     on_meta = copy.deepcopy(model).to("meta")
     spans = write_frozen(model, tmp_path)
-    real, found = LayerStream(source="mapped", slots=2), LayerStream(source="mapped", slots=2)
+    real, found = (LayerStream(source="mapped", trained="device", slots=2) for _ in range(2))
     real.map_weights(spans)
     same = dict(zip(model.parameters(), on_meta.parameters(), strict=True))
     # Nobody opens a file for it.

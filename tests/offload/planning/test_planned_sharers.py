@@ -11,9 +11,9 @@ from offload.modes.mode import Mode
 from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams
+from offload.sharing import slices
 from offload.sharing.sharers import NO_SHARERS
 from offload.streams.stream_checker import CheckedStreams
-from offload.weights.units import slices
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
-from offload.weights.gradients import buckets
+from offload.sharing import buckets
 from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built
 from tests.offload.helpers.foreign import fresh, loss_of

@@ -16,6 +16,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.optimizer.worker import UpdateWorker
 from offload.streams import registry
 from offload.streams.transfer import Telemetry, Transfer
+from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutPoint, cut
 from tests.offload.helpers.models import Stack, attached, stack_inputs
@@ -69,10 +70,11 @@ def prefetcher() -> Iterator[Prefetcher]:
         cut(model, [CutPoint(str(index), layer) for index, layer in enumerate(model)]),
         registry.acquire("cpu"),
     )
+    transfer, arena = Transfer(streams, Telemetry(streams)), HostArena(torch.device("cpu"))
     for unit in parts.units:
-        unit.bring_home(HostArena(torch.device("cpu")))
+        unit.bring_home(arena)
     slots = DeviceSlots(2, parts.largest_unit_bytes, streams)
-    yield Prefetcher(parts.units, slots, Transfer(streams, Telemetry(streams)), prefetch=0, poison=True)
+    yield Prefetcher(parts.units, slots, transfer, prefetch=0, poison=True, filler=Filler(parts, transfer, arena, 0))
     registry.release(streams)
 
 
@@ -100,7 +102,7 @@ def test_the_unit_that_is_used_last_makes_way(prefetcher: Prefetcher):
         prefetcher.begin_step()
         for index in order:
             prefetcher.fetch(units[index], in_window=True)
-            prefetcher.close_window(units[index])
+            units[index].open_windows -= 1
         if order == (0, 1, 2):
             # Of 0 and 1, which were there, 1 is used later.
             assert contents(prefetcher) == {"0", "2"}
@@ -114,8 +116,7 @@ def test_units_with_open_windows_stay_and_a_slot_too_few_is_refused_by_their_nam
     prefetcher.fetch(second, in_window=True)
     with pytest.raises(RuntimeError, match=r"a device slot is needed while all 2 are in use by 0, 1: "):
         prefetcher.fetch(third, in_window=True)
-    assert not prefetcher.close_window(first)
-    assert prefetcher.close_window(first)
+    first.open_windows = 0
     prefetcher.fetch(third, in_window=True)
     assert contents(prefetcher) == {"1", "2"}
 
@@ -136,8 +137,8 @@ def test_a_window_that_closes_in_such_a_block_does_not_free_the_slot(prefetcher:
     slot = prefetcher.fetch(first)
     with prefetcher.retain_recent():
         prefetcher.fetch(first, in_window=True)
-        assert prefetcher.close_window(first)
-        prefetcher.no_window_left(first)
+        first.open_windows -= 1
+        prefetcher.mark_last_use(first)
         assert slot.read_by is not None
     assert slot.read_by is None
     # The stream checker holds that the next copy into the slot waits for that read.

@@ -11,26 +11,33 @@ from offload.memory.host_memory import HostArena
 from offload.streams import registry
 from offload.streams.stream_checker import StreamOrderError
 from offload.streams.transfer import Telemetry, Transfer
-from offload.weights.prefetching.file_homes import NO_FILES
+from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.slot_contents import SlotContents
-from offload.weights.units.partition import CutPoint, cut
+from offload.weights.units.partition import CutModel, CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 from tests.offload.helpers.units import data_in
 
+ARENA = HostArena(torch.device("cpu"))
+
 
 @pytest.fixture
-def units() -> list[OffloadUnit]:
+def parts() -> CutModel:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    units = cut(model, [CutPoint(str(index), layer) for index, layer in enumerate(model)]).units
-    for unit in units:
-        unit.bring_home(HostArena(torch.device("cpu")))
-    return units
+    parts = cut(model, [CutPoint(str(index), layer) for index, layer in enumerate(model)])
+    for unit in parts.units:
+        unit.bring_home(ARENA)
+    return parts
 
 
 @pytest.fixture
-def contents(streams: registry.Streams, units: list[OffloadUnit]) -> SlotContents:
-    slots = DeviceSlots(2, max(unit.nbytes for unit in units), streams)
-    return SlotContents(slots, Transfer(streams, Telemetry(streams)), poison=True, files=NO_FILES, gatherer=None)
+def units(parts: CutModel) -> list[OffloadUnit]:
+    return parts.units
+
+
+@pytest.fixture
+def contents(streams: registry.Streams, parts: CutModel) -> SlotContents:
+    slots, transfer = DeviceSlots(2, parts.largest_unit_bytes, streams), Transfer(streams, Telemetry(streams))
+    return SlotContents(slots, transfer, poison=True, filler=Filler(parts, transfer, ARENA, 0))
 
 
 def test_a_unit_fills_a_slot_until_it_is_taken_out_and_leaves_no_value_there(contents, units):
@@ -56,7 +63,7 @@ def test_units_with_open_windows_stay(contents, units):
 
 
 def test_a_copy_in_is_unawaited_until_the_step_or_the_forward_ends(contents, units):
-    for end in (contents.end_step, contents.let_host_write):
+    for end in (contents.end_step, contents.release_for_host_writes):
         slot = contents.free_slot()
         contents.fill(units[0], slot)
         assert contents.unawaited_copy(units[0]) == [slot.ready]
@@ -73,7 +80,7 @@ def test_the_host_may_write_weights_only_when_their_copies_are_done(contents, un
 
 def test_the_host_may_write_weights_afterwards(contents, units, streams):
     contents.fill(units[0], contents.free_slot())
-    contents.let_host_write()
+    contents.release_for_host_writes()
     assert not contents.slot_of
     streams.writes(None, units[0].weights, "in time")
 

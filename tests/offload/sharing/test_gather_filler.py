@@ -18,9 +18,9 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
+from offload.sharing import slices
 from offload.sharing.sharers import NO_SHARERS, Sharers, meet
 from offload.streams.stream_checker import CheckedStreams
-from offload.weights.units import slices
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collectives
@@ -345,8 +345,8 @@ def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
         model, mode, gathered = Stack(width=64, depth=4), LayerStream(slots=2), []
         mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
         if sharers.count > 1:
-            gatherer = mode._streamer._gatherer
-            fill, gatherer.fill = gatherer.fill, lambda *given: (gathered.append(given), fill(*given))
+            links = mode._streamer.filler._links
+            gather, links.gather = links.gather, lambda *given: (gathered.append(given), gather(*given))
         with mode.step():
             model(stack_inputs(0, 0)).sum().backward()
         in_step = mode.counters().h2d_bytes
@@ -363,3 +363,32 @@ def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
     assert whole <= sum(in_step for in_step, *_ in sharers) < 1.2 * whole
     assert all(abs(in_step - whole / 2) < whole / 5 for in_step, *_ in sharers)
     assert all(outside <= found[1] < 1.2 * outside and found[2] == found[3] > 0 for found in sharers)
+
+
+def test_what_cannot_be_shared_is_refused_before_memory_is_made():
+    def work(sharers: ThreadSharers) -> None:
+        model = Stack(depth=2)
+        weight = model.blocks[1].up.weight
+        weight.data = weight.data.t().contiguous().t()
+        with pytest.raises(ValueError, match=r"^blocks.1.up.weight has strides"):
+            LayerStream().attach(model, CheckedStreams(torch.device("cpu")), sharers)
+
+    as_sharers(2, work)
+
+
+def test_all_see_one_memory_with_the_weights_and_the_sums_of_their_gradients():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=2), LayerStream()
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        filler = mode._streamer.filler
+        assert filler.slot_bytes == max(slices.slices_of(unit, 2).padded_bytes for unit in mode._streamer.cut.units)
+        shared = [t for home in filler._sum_homes.values() for u, g in home.gradients.items() for t in (u.host.data, g)]
+        for number, tensor in enumerate(shared):
+            if number % 2 == sharers.rank:
+                tensor.fill_(number)
+        sharers.laid_down(None)
+        assert [tensor.unique().tolist() for tensor in shared] == [[number] for number in range(len(shared))]
+        sharers.laid_down(None)
+        mode.detach()
+
+    as_sharers(2, work)

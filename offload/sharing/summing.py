@@ -7,34 +7,28 @@ host once, divided among the sharers, where ZeRO-2 (Rajbhandari et al. 2020) div
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from offload.norms import l2_norm
+from offload.sharing.device_sums import NOTHING, SUMS_AT_ONCE, DeviceSums, offer
 from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import OWN_HOMES, Sharers
+from offload.sharing.sum_layout import SumHome, SumLayout
+from offload.sharing.sum_ring import SumRing
 from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.points import Points
-from offload.streams.registry import Event, Streams
+from offload.streams.registry import Streams
 from offload.streams.transfer import Transfer, profiled
-from offload.weights.gradients.device_sums import DeviceSums
-from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
-from offload.weights.gradients.sum_layout import SumLayout
-from offload.weights.gradients.sum_ring import SumRing
-from offload.weights.gradients.updates import NO_UPDATES, Updates
+from offload.weights.gradients.destination import Destination
+from offload.weights.gradients.landing import GradientLanding
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
 # Units whose gradients may wait for those of the sharers. Beyond that the oldest goes home, to be summed after it.
 WAITING_UNITS = 4
-
-LandAlone = Callable[[OffloadUnit, UnitTensor, torch.Tensor], None]
-"""sends one sharer's gradient home, to memory of its own"""
-IsFinal = Callable[[OffloadUnit], bool]
-"""tells whether no weight of the unit is needed any more in this step, as far as this sharer knows"""
-CopyIn = Callable[[OffloadUnit], Sequence[Event]]
-"""returns the end of a copy in that may still be reading the unit's home"""
 
 
 class _UnitGradients:
@@ -54,60 +48,66 @@ class _UnitGradients:
         return len(self.landed) == len(self.layout.tensors)
 
 
-class GradientSum:
+class GradientSum(Destination):
     """The gradients of this process that are to be summed over `sharers`.
 
     A unit is summed inside backward when all sharers have all of its gradients: they tell each other with the fetches
-    (`SliceGatherer`). A gradient that a sharer lacks (of an expert without tokens there) keeps its
-    unit from that. Such a unit goes home by `land_alone`, and so do those beyond WAITING_UNITS: the caller sums them.
-    Where the gradients of a unit are final on all sharers, `updates` may begin behind its sum. `on_device` has those
-    of the parameters that stay on the device.
+    (`GatherFiller`). A gradient that a sharer lacks (of an expert without tokens there) keeps its unit from that. Such a
+    unit goes home alone, to memory of this process, and so do those beyond WAITING_UNITS: the caller sums them. Where
+    the gradients of a unit are final on all sharers, updates may begin behind its sum. `homes` are those of the sums,
+    `on_device` has the gradients of the parameters that stay on the device.
     """
+
+    takes_gradients = True
 
     def __init__(
         self,
         sharers: Sharers,
         links: Links,
         ring: SumRing,
-        units: Sequence[OffloadUnit],
+        homes: Mapping[OffloadUnit, SumHome],
         on_device: DeviceSums,
         transfer: Transfer,
-        limit_bytes: int,
-        *,
-        land_alone: LandAlone,
-        is_final: IsFinal,
-        copy_in: CopyIn,
+        landing: GradientLanding,
     ):
-        self.updates: Updates = NO_UPDATES
+        super().__init__()
         self.on_device = on_device
-        self.summed: set[UnitTensor] = set()
-        """what was summed in this step or the last"""
+        self._summed: set[UnitTensor] = set()
         self._sharers = sharers
         self._links, self._ring = links, ring
-        self._units = units
-        self._is_final = is_final
-        self._copy_in = copy_in
+        self._homes, self._units = homes, list(homes)
+        self._landing = landing
         self._transfer = transfer
         self._streams = transfer.streams
-        self._land_alone = land_alone
         # Of gradients, which are added: that is over soon.
-        self._added_frees = DeferredFrees(transfer, limit_bytes // 2)
+        self._added_frees = DeferredFrees(transfer, landing.limit_bytes // 2)
         self._takes_norms = False
+        # Gradients that land are final.
+        self._are_final = False
         self._held: dict[OffloadUnit, _UnitGradients] = {}
         self._layouts: dict[OffloadUnit, SumLayout] = {}
 
     def begin_step(self, norms: bool) -> None:
-        """Begins a step. `norms`: take the norms of the sums."""
         self._takes_norms = norms
-        self.summed.clear()
+        self._summed.clear()
         self.on_device.begin_step()
+
+    def last_microbatch(self) -> None:
+        self._are_final = True
+        self.on_device.last_microbatch()
+
+    def take(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> bool:
+        if not self._takes(unit, tensor):
+            return False
+        self.land(unit, tensor, gradient)
+        return True
 
     def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
         """Takes a gradient of the last microbatch, or a further piece of it.
 
         Raises RuntimeError if a sum without it has been made.
         """
-        if tensor in self.summed:
+        if tensor in self._summed:
             raise RuntimeError(
                 f"a gradient of {tensor.name} came after the last that was expected: the sharers have summed it."
                 " Reentrant checkpoints around layers that are used twice need use_reentrant=False"
@@ -131,37 +131,35 @@ class GradientSum:
             held.kept = held.kept or self._room_for_updates(unit, held.layout)
             held.complete.record()
 
-    def takes(self, unit: OffloadUnit, tensor: UnitTensor, is_final: bool) -> bool:
+    def _takes(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:
         """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
 
-        `is_final`: it is of the last microbatch. Raises RuntimeError where it would be added to a sum, and for a tensor
-        that was frozen when the sharers made the memory of gradients and states.
+        Raises RuntimeError where it would be added to a sum, and for a tensor that was frozen when the sharers made the
+        memory of gradients and states.
         """
-        if tensor.shared_gradient is None:
+        home = self._homes[unit].gradients.get(tensor)
+        if home is None:
             raise RuntimeError(
                 f"{tensor.name} trains, and was frozen when processes began to share its unit: unfreeze it before the"
                 f" mode is attached; {OWN_HOMES}"
             )
-        if tensor.host.grad is tensor.shared_gradient and tensor not in self.summed:
+        if tensor.host.grad is home and tensor not in self._summed:
             raise RuntimeError(
                 f"the gradient of {tensor.name} is a sum over several processes, which nothing more is added to: set it"
                 " to None before the next step (optimizer.zero_grad)"
             )
-        if tensor in self.summed or self.holds(unit, tensor):
-            return True
-        return is_final and tensor.host.grad is None
+        return self._is_summed(unit, tensor) or (self._are_final and tensor.host.grad is None)
 
-    def refuse_host_use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
-        """Raises RuntimeError if the sharers sum a gradient that a loss adds to on the host."""
-        if tensor in self.summed or self.holds(unit, tensor):
+    def check_host_use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        if self._is_summed(unit, tensor):
             raise RuntimeError(
                 f"a loss uses {tensor.name} in host memory, besides the forward that has it on the device: processes"
                 f" that share it sum its gradient without that; {OWN_HOMES}"
             )
 
-    def holds(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:
-        """Tells whether a gradient, or a piece of it, is waiting for those of the sharers."""
-        return unit in self._held and tensor in self._held[unit].landed
+    def _is_summed(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:
+        """Tells whether a gradient is summed, or it or a piece of it waits for those of the sharers."""
+        return tensor in self._summed or (unit in self._held and tensor in self._held[unit].landed)
 
     def offers(self) -> tuple[int, ...]:
         """Returns the units whose gradients are all there, the oldest first, and whether final; then the buckets.
@@ -169,7 +167,9 @@ class GradientSum:
         The sharers exchange these numbers, and give those of all to `sum_common`.
         """
         complete = [unit for unit, held in self._held.items() if held.is_complete]
-        return *offer([2 * unit.index + self._is_final(unit) for unit in complete]), *self.on_device.offers()
+        return *offer(
+            [2 * unit.index + self._landing.final.trusts(unit) for unit in complete]
+        ), *self.on_device.offers()
 
     def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
         """Queues the sums of what all sharers have offered, and the copies of its own slices of units home.
@@ -185,26 +185,37 @@ class GradientSum:
             self._sum(unit, self._held.pop(unit))
             # All sharers begin updates early or none: one that still needed the weights would gather new slices.
             if all(theirs[index] for theirs in finals):
-                self.updates.gradients_landed(unit, unit.trained, after=self._copy_in(unit))
+                self.updates.gradients_landed(unit, unit.trained, after=self._landing.copy_in(unit))
         return self.on_device.sum_common([theirs[SUMS_AT_ONCE:] for theirs in offers]) or bool(common)
 
-    def end_step(self) -> None:
-        """Sends home what the sharers have not summed."""
+    def give_up_rest(self) -> None:
+        """Sends home what the sharers have not summed, at the end of a step."""
         for unit in list(self._held):
             self._give_up(unit)
 
+    def end_backward(self) -> None:
+        self._are_final = False
+        # After an error: what waits for the sharers.
+        self._held.clear()
+        self.on_device.end_step()
+
     def release(self) -> None:
-        """Hands the device memory of sums back, for use behind their copies."""
         self._added_frees.release()
 
-    def abandon(self) -> None:
-        """After an error: drops what waits for the sharers."""
-        self._held.clear()
+    def summed_parameters(self) -> frozenset[nn.Parameter]:
+        return frozenset(tensor.host for tensor in self._summed) | self.on_device.summed
+
+    def known_norms(self, norms: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+        summed = self.summed_parameters()
+        return {parameter: norm for parameter, norm in norms.items() if parameter in summed}
+
+    def close(self) -> None:
+        self.on_device.close()
 
     def _give_up(self, unit: OffloadUnit) -> None:
         held = self._held.pop(unit)
         for tensor, gradient in held.landed.items():
-            self._land_alone(unit, tensor, gradient.tensor)
+            self._landing.land_at_home(unit, tensor, gradient.tensor, is_final=False)
 
     def _sum(self, unit: OffloadUnit, held: _UnitGradients) -> None:
         streams = self._streams
@@ -251,10 +262,10 @@ class GradientSum:
             gradient.done = added
         self._added_frees.add(*gradients)
         for tensor in views:
-            home = tensor.shared_gradient
+            home = self._homes[unit].gradients[tensor]
             tensor.landed, tensor.landed_in, tensor.landed_version = done, home, home._version
             tensor.host.grad = home
-            self.summed.add(tensor)
+            self._summed.add(tensor)
 
     def _room_for_updates(self, unit: OffloadUnit, layout: SumLayout) -> dict[UnitTensor, PendingFree]:
         """Returns memory for this process's slices of each sum, one behind the other, where the device updates."""
@@ -272,5 +283,5 @@ class GradientSum:
         """Returns the layout of the tensors that train now."""
         trained = unit.trained
         if unit not in self._layouts or self._layouts[unit].tensors != trained:
-            self._layouts[unit] = SumLayout(unit, trained, self._sharers.count, self._sharers.rank)
+            self._layouts[unit] = SumLayout(unit, trained, self._homes[unit], self._sharers.count, self._sharers.rank)
         return self._layouts[unit]

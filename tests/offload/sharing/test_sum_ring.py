@@ -10,9 +10,9 @@ import torch
 
 from offload.sharing.links import CollectiveLinks
 from offload.sharing.sharers import NO_SHARERS
+from offload.sharing.sum_ring import SumRing, in_steps, ring_bytes
 from offload.streams.deferred_free import PendingFree
 from offload.streams.stream_checker import CheckedStreams, StreamOrderError
-from offload.weights.gradients.sum_ring import SumRing, in_steps, ring_bytes
 
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16

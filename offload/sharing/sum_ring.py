@@ -12,9 +12,9 @@ from itertools import accumulate
 import torch
 
 from offload.sharing.links import Links
+from offload.sharing.slices import SHARED_ALIGNMENT_BYTES
 from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Streams
-from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES
 
 # Sums that have room at once: one that is made, and one that goes home.
 SUMS_IN_RING = 2

@@ -11,11 +11,11 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
+from offload.sharing import buckets
 from offload.sharing.links import CollectiveLinks, CopyLinks
+from offload.sharing.summing import GradientSum
 from offload.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
 from offload.torch_private.torch_internals import gradient_accumulator
-from offload.weights.gradients import buckets
-from offload.weights.gradients.summing import GradientSum
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from tests.offload.helpers.models import Stack, stack_inputs

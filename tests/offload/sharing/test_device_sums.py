@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
+from offload.sharing import buckets, device_sums
+from offload.sharing.device_sums import SUMS_AT_ONCE, DeviceSums
+from offload.sharing.gather_filler import GatherFiller
 from offload.streams.stream_checker import CheckedStreams
-from offload.weights.gradients import buckets, device_sums
-from offload.weights.gradients.device_sums import DeviceSums
-from offload.weights.gradients.offers import SUMS_AT_ONCE
-from offload.weights.prefetching.gathering import SliceGatherer
 from tests.offload.helpers.shared_gradients import sum_over
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collectives
 
@@ -135,7 +134,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, params=[SUMS_AT_ONCE, 1])
 def sums_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many buckets are complete before a sharer asks the others for sums alone."""
-    monkeypatch.setattr(device_sums, "SUMS_AT_ONCE", request.param)
+    monkeypatch.setattr(device_sums, "ASK_AFTER", request.param)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -172,9 +171,9 @@ def test_where_no_gradient_goes_home_sums_have_room_of_their_own(
 def test_sums_do_not_pile_up_where_few_units_stream(monkeypatch: pytest.MonkeyPatch):
     """One block of eight streams: its fetches are too few for the gradients of the others."""
     summed, at_end = [], []
-    sum_bucket, end = DeviceSums._sum, SliceGatherer.agree_on_end
+    sum_bucket, end = DeviceSums._sum, GatherFiller.end_uses
     monkeypatch.setattr(DeviceSums, "_sum", lambda sums, bucket: (summed.append(sums), sum_bucket(sums, bucket)))
-    monkeypatch.setattr(SliceGatherer, "agree_on_end", lambda gatherer: (at_end.append(len(summed)), end(gatherer)))
+    monkeypatch.setattr(GatherFiller, "end_uses", lambda filler: (at_end.append(len(summed)), end(filler)))
     torch.manual_seed(0)
     model = Net()
     model.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))

@@ -7,9 +7,24 @@ from typing import NamedTuple
 
 import torch
 
-from offload.weights.units.slices import slices_of
-from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
+from offload.memory.host_memory import HostArena, aligned
+from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, slices_of
+from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
+
+
+class SumHome:
+    """Memory that processes share for the sums of a unit's gradients: one block, in which each tensor has its place."""
+
+    def __init__(self, unit: OffloadUnit, arena: HostArena):
+        self.block = arena.allocate(unit.gradient_bytes, f"gradients of {unit}")
+        self.offsets: dict[UnitTensor, int] = {}
+        self.gradients: dict[UnitTensor, torch.Tensor] = {}
+        end = 0
+        for tensor in unit.trained:
+            self.offsets[tensor] = end
+            self.gradients[tensor] = tensor.gradient_over(self.block.piece(end, tensor.nbytes))
+            end += aligned(tensor.nbytes, unit.alignment)
 
 
 class SumPart(NamedTuple):
@@ -23,7 +38,7 @@ class SumPart(NamedTuple):
 class SumLayout:
     """Where the gradients of a unit lie in flat buffers, one for each dtype, and which parts go home from here."""
 
-    def __init__(self, unit: OffloadUnit, tensors: list[UnitTensor], count: int, rank: int):
+    def __init__(self, unit: OffloadUnit, tensors: list[UnitTensor], home: SumHome, count: int, rank: int):
         self.tensors = tensors
         self.sizes: list[tuple[torch.dtype, int]] = []
         self.places: dict[UnitTensor, tuple[int, int]] = {}
@@ -38,7 +53,7 @@ class SumLayout:
                     self.places[tensor] = number, end
                     end += -(-tensor.host.numel() // step) * step
             self.sizes.append((dtype, -(-end // (step * count)) * step * count))
-        self.parts = [list(self._parts(unit, number)) for number in range(len(self.sizes))]
+        self.parts = [list(self._parts(home, number)) for number in range(len(self.sizes))]
         self.in_slices = [self._divides(unit, number, count) for number in range(len(self.sizes))]
         """for each buffer whether what process k sends home is in the k-th of its `count` slices, for all k"""
 
@@ -64,27 +79,22 @@ class SumLayout:
             if buffer == number
         )
 
-    def _parts(self, unit: OffloadUnit, number: int) -> Iterator[SumPart]:
+    def _parts(self, home: SumHome, number: int) -> Iterator[SumPart]:
         """Yields the parts of a buffer. Neighbours at home that are as far apart in the buffer are one part."""
         size = self.sizes[number][0].itemsize
         # Places in the buffer, and the first byte at home.
         runs: list[tuple[int, int, int, list[UnitTensor]]] = []
         for tensor, (buffer, start) in self.places.items():
-            if buffer != number or tensor.shared_gradient is None:
+            if buffer != number or tensor not in home.offsets:
                 continue
             for part in self.own[tensor]:
                 first, last = start + part.start, start + part.stop
-                home = tensor.gradient_offset + part.start * size
-                if runs and home - runs[-1][2] == (first - runs[-1][0]) * size:
+                at_home = home.offsets[tensor] + part.start * size
+                if runs and at_home - runs[-1][2] == (first - runs[-1][0]) * size:
                     begin, _, place, tensors = runs.pop()
                     runs.append((begin, last, place, [*tensors, tensor]))
                 else:
-                    runs.append((first, last, home, [tensor]))
-        for first, last, home, tensors in runs:
-            memory = unit.gradients.piece(home, (last - first) * size).view(self.sizes[number][0])
+                    runs.append((first, last, at_home, [tensor]))
+        for first, last, at_home, tensors in runs:
+            memory = home.block.piece(at_home, (last - first) * size).view(self.sizes[number][0])
             yield SumPart(slice(first, last), memory, tensors)
-
-
-def bytes_of_sums(units: Sequence[OffloadUnit], count: int, rank: int) -> list[int]:
-    """Returns the bytes of the buffers of each unit."""
-    return [SumLayout(unit, unit.trained, count, rank).nbytes for unit in units]

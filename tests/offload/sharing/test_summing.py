@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
+from offload.sharing.summing import WAITING_UNITS
 from offload.streams.stream_checker import CheckedStreams
-from offload.weights.gradients.summing import WAITING_UNITS
 from offload.weights.gradients.updates import NoUpdates
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
@@ -70,7 +70,6 @@ def test_a_gradient_that_a_sharer_lacks_keeps_its_unit_from_the_sum():
         with mode.step():
             mode.accumulate([lambda: model(torch.ones(2, 4), sharers.rank).sum()])
         assert not mode.summed_parameters()
-        assert sharers.sums == 0
         # An update would use the gradient of this sharer alone.
         assert updates.units == []
         mode.detach()
@@ -120,7 +119,7 @@ def test_every_sharer_sees_the_whole_sums_after_the_step():
         with mode.step():
             mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
         sharers.laid_down(None)
-        assert sharers.sums
+        assert mode.summed_parameters()
         found = [parameter.grad.clone() for parameter in model.blocks.parameters()]
         # Others still read what is unmapped with the last of its users.
         sharers.laid_down(None)

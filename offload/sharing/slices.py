@@ -7,12 +7,16 @@ updates: so its own updates are the only ones that its copies have to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.sharing.sharers import OWN_HOMES
-from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
+from offload.weights.units.partition import CutModel, Window
+from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
+
+# The alignment of tensors that processes share, and of their slices: 256 numbers, a block of states in 8 bits.
+SHARED_ALIGNMENT_BYTES = 1024
 
 # The gather of a unit overlaps with the copy of the next. Only where a unit takes long are its own two to overlap, in
 # chunks: each costs the host a copy and a collective more.
@@ -73,14 +77,35 @@ def slices_of(unit: OffloadUnit, count: int) -> Slices:
     return Slices(unit.nbytes, count)
 
 
-def check_divisible(unit: OffloadUnit) -> None:
-    """Raises ValueError for a tensor of the unit that processes cannot share.
+def cut_for_sharers(parts: CutModel) -> CutModel:
+    """Returns `parts` for processes that share the homes of the units: with slices in mind, and without buffers.
 
-    That is a parameter that trains and cannot be updated slice by slice, or one whose home is in a file.
+    A forward may change a buffer, and each process has its own, which stays on the device. Tensors begin where slices
+    may (SHARED_ALIGNMENT_BYTES).
     """
-    if mapped := [tensor.name for tensor in unit.tensors if tensor.spans is not None]:
+    resident = list(parts.resident)
+    for unit in parts.units:
+        resident += [(tensor.host, tensor.attributes) for tensor in unit.tensors if tensor.is_buffer]
+        kept, unit.tensors = [tensor for tensor in unit.tensors if not tensor.is_buffer], []
+        unit.alignment = SHARED_ALIGNMENT_BYTES
+        for tensor in kept:
+            tensor.offset = unit.nbytes
+            unit.tensors.append(tensor)
+    units = [unit for unit in parts.units if unit.tensors]
+    for index, unit in enumerate(units):
+        unit.index = index
+    read = [(window.module, [(unit, t) for unit, t in window.read if not t.is_buffer]) for window in parts.windows]
+    return CutModel(parts.model, units, [Window(module, tuple(each)) for module, each in read if each], resident)
+
+
+def check_divisible(unit: OffloadUnit) -> None:
+    """Raises ValueError for a unit that processes cannot share.
+
+    That is one in files, or with a parameter that trains and cannot be updated slice by slice.
+    """
+    if unit.is_fixed:
         raise ValueError(
-            f"{mapped[0]} has its home in a file (source=mapped), which processes do not share: use source=memory, or"
+            f"{unit} has its home in a file (source=mapped), which processes do not share: use source=memory, or"
             f" {OWN_HOMES}"
         )
     for tensor in unit.trained:
@@ -89,3 +114,14 @@ def check_divisible(unit: OffloadUnit) -> None:
                 f"{tensor.name} has strides {tuple(tensor.host.stride())}, so processes that share it cannot update"
                 f" slices of it: make it contiguous, or {OWN_HOMES}"
             )
+
+
+def updated_elements(units: Sequence[OffloadUnit], count: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Returns for each of `count` processes, and for each unit, the elements of the ranges of it that it updates."""
+    return tuple(
+        tuple(
+            tuple(len(part) for tensor in unit.trained for part in slices_of(unit, count).elements(tensor, rank))
+            for unit in units
+        )
+        for rank in range(count)
+    )

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload.weights.units import slices
+from offload.sharing import slices
+from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, Slices, check_divisible, slices_of
 from offload.weights.units.placement import ModuleAttribute
-from offload.weights.units.slices import Slices, check_divisible, slices_of
-from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
+from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
 
@@ -71,8 +71,10 @@ def test_a_parameter_with_other_strides_is_refused():
         check_divisible(unit_of(torch.zeros(3, 2).t()))
 
 
-def test_a_tensor_whose_home_is_a_file_is_refused():
+def test_a_unit_whose_home_is_a_file_is_refused():
     unit = unit_of(torch.zeros(2, 3))
-    unit.tensors[0].spans = ()
-    with pytest.raises(ValueError, match=r"^p0 has its home in a file \(source=mapped\), which processes do not share"):
+    unit.is_fixed = True
+    with pytest.raises(
+        ValueError, match=r"^unit has its home in a file \(source=mapped\), which processes do not share"
+    ):
         check_divisible(unit)

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from offload.memory.host_memory import HostArena
-from offload.weights.gradients.sum_layout import SumLayout
-from offload.weights.units.partition import CutPoint, cut, cut_for_sharers
-from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
+from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, cut_for_sharers
+from offload.sharing.sum_layout import SumHome, SumLayout
+from offload.weights.units.partition import CutPoint, cut
+from offload.weights.units.unit import OffloadUnit
 
 COUNT = 3
 
@@ -27,17 +28,16 @@ class Weights(nn.Module):
         self.wide[1].requires_grad_(not frozen)
 
 
-def unit_of(model: nn.Module) -> OffloadUnit:
+def unit_of(model: nn.Module) -> tuple[OffloadUnit, SumHome]:
     (unit,) = cut_for_sharers(cut(model, [CutPoint("", model)])).units
-    unit.bring_home(HostArena(torch.device("cpu")), is_shared=True)
-    return unit
+    return unit, SumHome(unit, HostArena(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_sharers_send_all_of_the_sums_home_each_to_its_place(frozen: bool):
-    unit = unit_of(Weights(frozen))
+    unit, home = unit_of(Weights(frozen))
     for rank in range(COUNT):
-        layout = SumLayout(unit, unit.trained, COUNT, rank)
+        layout = SumLayout(unit, unit.trained, home, COUNT, rank)
         buffers = [torch.zeros(size, dtype=dtype) for dtype, size in layout.sizes]
         for number, (tensor, view) in enumerate(layout.views(buffers).items(), start=1):
             assert view.shape == tensor.shape
@@ -50,12 +50,12 @@ def test_sharers_send_all_of_the_sums_home_each_to_its_place(frozen: bool):
                 part.home.copy_(buffer[part.place])
     for number, tensor in enumerate(unit.trained, start=1):
         expected = (torch.arange(tensor.host.numel()) + number).to(tensor.dtype)
-        assert torch.equal(tensor.shared_gradient, expected)
+        assert torch.equal(home.gradients[tensor], expected)
 
 
 def test_neighbours_go_home_in_one_copy():
-    unit = unit_of(Weights())
-    layout = SumLayout(unit, unit.trained, 1, 0)
+    unit, home = unit_of(Weights())
+    layout = SumLayout(unit, unit.trained, home, 1, 0)
     joined = {
         dtype: [len(part.tensors) for part in own] for (dtype, _), own in zip(layout.sizes, layout.parts, strict=True)
     }
@@ -64,17 +64,17 @@ def test_neighbours_go_home_in_one_copy():
 
 
 def test_what_is_frozen_at_home_is_not_written():
-    unit = unit_of(Weights())
+    unit, home = unit_of(Weights())
     whole = unit.trained
     frozen = whole[1]
     frozen.host.requires_grad_(False)
-    frozen.shared_gradient.fill_(7)
-    layout = SumLayout(unit, unit.trained, 1, 0)
+    home.gradients[frozen].fill_(7)
+    layout = SumLayout(unit, unit.trained, home, 1, 0)
     for (dtype, size), parts in zip(layout.sizes, layout.parts, strict=True):
         for part in parts:
             part.home.copy_(torch.full((size,), 3, dtype=dtype)[part.place])
-    assert frozen.shared_gradient.eq(7).all()
-    assert all(tensor.shared_gradient.eq(3).all() for tensor in unit.trained)
+    assert home.gradients[frozen].eq(7).all()
+    assert all(home.gradients[tensor].eq(3).all() for tensor in unit.trained)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -82,8 +82,8 @@ def test_what_is_frozen_at_home_is_not_written():
 def test_what_goes_home_is_the_own_slice_of_the_buffer_where_all_has_one_dtype_and_trains(frozen: bool, count: int):
     model = Weights(frozen)
     del model.narrow
-    unit = unit_of(model)
-    layouts = [SumLayout(unit, unit.trained, count, rank) for rank in range(count)]
+    unit, home = unit_of(model)
+    layouts = [SumLayout(unit, unit.trained, home, count, rank) for rank in range(count)]
     ((dtype, size),) = layouts[0].sizes
     assert dtype == torch.float32
     assert all(layout.in_slices == [not frozen] for layout in layouts)
@@ -93,5 +93,5 @@ def test_what_goes_home_is_the_own_slice_of_the_buffer_where_all_has_one_dtype_a
 
 
 def test_other_units_are_not_sent_home_in_slices():
-    unit = unit_of(Weights())
-    assert SumLayout(unit, unit.trained, COUNT, 0).in_slices == [False, False]
+    unit, home = unit_of(Weights())
+    assert SumLayout(unit, unit.trained, home, COUNT, 0).in_slices == [False, False]

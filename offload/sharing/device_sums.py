@@ -13,17 +13,28 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from offload.sharing.buckets import GradientBucket
 from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import Sharers
+from offload.sharing.sum_ring import SumRing
 from offload.streams.deferred_free import PendingFree
 from offload.streams.points import Points
 from offload.streams.registry import Event, Streams
 from offload.streams.transfer import Transfer, profiled
 from offload.torch_private.torch_internals import gradient_accumulator
-from offload.weights.gradients.buckets import GradientBucket
-from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
 from offload.weights.gradients.offloader import is_sparse
-from offload.weights.gradients.sum_ring import SumRing
+
+# What may be summed at one exchange, of units and of buckets, and the number that stands for none.
+SUMS_AT_ONCE = 4
+NOTHING = -1
+# Buckets that are complete before this process asks for an exchange for sums alone.
+ASK_AFTER = SUMS_AT_ONCE
+
+
+def offer(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Returns the first SUMS_AT_ONCE of `numbers`, with NOTHING in the place of those that are missing."""
+    first = numbers[:SUMS_AT_ONCE]
+    return (*first, *[NOTHING] * (SUMS_AT_ONCE - len(first)))
 
 
 class _StepBucket:
@@ -48,16 +59,22 @@ class DeviceSums:
 
     A bucket is summed inside backward when all sharers have all of its gradients. It is trusted to be complete then if
     each of its gradients landed once in the last microbatch of the step before: reentrant checkpoints deliver that of
-    a weight with several uses in pieces. What is not in `summed` afterwards is left to the caller.
+    a weight with several uses in pieces. What is not in `summed` afterwards is left to the caller. `agree` sums what
+    all sharers have: it is called where more is complete than an exchange carries, and no fetch has come.
     """
 
     def __init__(
-        self, sharers: Sharers, links: Links, ring: SumRing, buckets: Sequence[GradientBucket], transfer: Transfer
+        self,
+        sharers: Sharers,
+        links: Links,
+        ring: SumRing,
+        buckets: Sequence[GradientBucket],
+        transfer: Transfer,
+        agree: Callable[[], None],
     ):
         self.summed: set[nn.Parameter] = set()
         """what was summed in this step or the last"""
-        self.agree: Callable[[], None] = lambda: None
-        """sums what all sharers have: called where more is complete than an exchange carries, and no fetch has come"""
+        self._agree = agree
         self._sharers = sharers
         self._links, self._ring = links, ring
         self._transfer = transfer
@@ -146,8 +163,8 @@ class DeviceSums:
                 " use_reentrant=False"
             )
         self._record_complete()
-        if self._complete_since_offer >= SUMS_AT_ONCE:
-            self.agree()
+        if self._complete_since_offer >= ASK_AFTER:
+            self._agree()
         bucket = self._buckets[number]
         self._streams.writes(self._streams.compute, bucket, "backward")
         bucket.complete.note()

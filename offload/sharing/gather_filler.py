@@ -1,0 +1,290 @@
+"""Brings units into slots together with the processes that share their homes: each copies in its slices, all gather.
+
+A slice comes over this device's own link to the host, the rest over the links between the devices. Copies run on the
+h2d stream, exchanges between the devices on the gather stream, a chunk behind them. Outside of steps each process
+copies whole units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from offload.memory.device_slots import DeviceSlot
+from offload.memory.host_memory import HostArena
+from offload.sharing.buckets import gradient_buckets
+from offload.sharing.device_sums import DeviceSums
+from offload.sharing.links import links_of
+from offload.sharing.shared_memory import in_pages, share_memory
+from offload.sharing.sharers import OWN_HOMES, Sharers, meet
+from offload.sharing.slices import check_divisible, slices_of
+from offload.sharing.sum_layout import SumHome, SumLayout
+from offload.sharing.sum_ring import SumRing, ring_bytes
+from offload.sharing.summing import GradientSum
+from offload.streams.counters import Counters
+from offload.streams.transfer import Transfer, profiled
+from offload.weights.gradients.landing import GradientLanding
+from offload.weights.prefetching.filler import Filler, Forecast
+from offload.weights.units.partition import CutModel
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+# In place of a unit's index: the step has ended, and nothing is fetched any more.
+END_OF_STEP = -1
+# Or: gradients are to be summed, whatever the others are about to do.
+SUMS_ALONE = -2
+
+# What a sharer says of a unit that is to be fetched: an update of it has not ended. From PLACE_BIT on follows the place
+# of its slot.
+PENDING, PLACE_BIT = 1, 1
+
+
+class _Chunk:
+    """A chunk of a slot, as the stream checker knows it."""
+
+    def __init__(self, slot: DeviceSlot, number: int):
+        self._name = f"chunk {number} of {slot}"
+
+    def __str__(self) -> str:
+        return self._name
+
+
+class GatherFiller(Filler):
+    """Units whose home this process shares with `sharers`, of which there are several, and the sums of their gradients.
+
+    Every sharer fetches the same units in the same order. Before each fetch the hosts exchange what they are about to
+    fetch: so sharers whose forwards differ raise an error, where they would wait for each other for ever, or take bytes
+    of one unit for those of another. With it goes which units have all their gradients: what all have is summed.
+    """
+
+    follows_uses = True
+
+    def __init__(self, cut: CutModel, transfer: Transfer, arena: HostArena, gradient_bytes: int, *, sharers: Sharers):
+        """Every sharer makes one of the same model, and waits for the others.
+
+        Raises ValueError for a parameter that cannot be shared, and MemoryError where the host has no room.
+        """
+        self._sharers = sharers
+        super().__init__(cut, transfer, arena, gradient_bytes)
+        self._links = links_of(sharers, transfer.streams)
+        self._units = cut.units
+        self._sum_homes: dict[OffloadUnit, SumHome] = {}
+        self._gradients: GradientSum | None = None
+        self._in_step = False
+        # Where each sharer gathers the unit that is filled next: the places of their slots.
+        self._places: list[int] = []
+        self._chunks: dict[tuple[int, int], _Chunk] = {}
+        self._last_in_backward: OffloadUnit | None = None
+        self._not_agreed_on: OffloadUnit | None = None
+
+    def _make_homes(self, cut: CutModel, gradient_bytes: int) -> tuple[HostArena, int]:
+        """Returns an arena that all sharers map, and the bytes of a unit with the padding of its slices."""
+        for unit in cut.units:
+            check_divisible(unit)
+        slot_bytes = max((slices_of(unit, self._sharers.count).padded_bytes for unit in cut.units), default=0)
+        if self._streams.device.type == "meta":
+            # A dry run, without memory and alone.
+            return HostArena(self._streams.device), slot_bytes
+        if self._sharers.rank == 0:
+            self._arena.require(cut.unit_bytes + cut.gradient_bytes)
+        sizes = (in_pages(unit.nbytes) + in_pages(unit.gradient_bytes) for unit in cut.units)
+        return self._arena.over(share_memory(self._sharers, sum(sizes))), slot_bytes
+
+    def allocate_slot(self, nbytes: int) -> torch.Tensor:
+        return self._links.allocate(nbytes)
+
+    def bring_home(self, unit: OffloadUnit) -> None:
+        unit.has_gradient_homes = False
+        super().bring_home(unit)
+        self._sum_homes[unit] = SumHome(unit, self.homes)
+
+    def join(self, gradients: GradientLanding, on_device: Sequence[nn.Parameter]) -> None:
+        sharers, links = self._sharers, self._links
+        buckets = list(gradient_buckets(on_device, sharers.count * sharers.hosts))
+        layouts = [
+            SumLayout(unit, unit.trained, home, sharers.count, sharers.rank) for unit, home in self._sum_homes.items()
+        ]
+        sums = [layout.nbytes for layout in layouts]
+        if not any(sums) and sharers.hosts == 1:
+            # Else what stays on the devices is summed in the room of what streams, or by collectives.
+            sums = [bucket.nbytes for bucket in buckets]
+        ring = SumRing(links, self._streams, ring_bytes(sums))
+        stays = DeviceSums(sharers, links, ring, buckets, self._transfer, agree=self._agree_on_sums)
+        self._gradients = GradientSum(sharers, links, ring, self._sum_homes, stays, self._transfer, gradients)
+        gradients.destination = self._gradients
+        # From here on the homes have the values that anybody gives them.
+        meet(sharers, "attaching the model")
+
+    def close(self) -> None:
+        self._links.close()
+        super().close()
+
+    def counters(self) -> Counters:
+        homes = Counters(
+            host_pinned_bytes=self.homes.pinned_bytes // self._sharers.count,
+            host_pageable_bytes=self.homes.pageable_bytes,
+        )
+        return super().counters() + homes
+
+    def check_changes(self, unit: OffloadUnit) -> None:
+        if strays := unit.strays():
+            raise RuntimeError(
+                f"{strays[0].name} was given other data, and several processes share its memory: copy into it"
+                " (parameter.data.copy_), or detach the mode first"
+            )
+
+    def check_written(self, unit: OffloadUnit, tensors: Sequence[UnitTensor]) -> None:
+        raise RuntimeError(
+            f"{tensors[0].name} was changed in a forward, and several processes share it: their changes would differ;"
+            f" {OWN_HOMES}"
+        )
+
+    def begin(self, in_step: bool) -> None:
+        self._in_step = in_step
+        if in_step:
+            # Compute may still wait for the last sums, and the copy of the batch for compute. In the same copy engine
+            # that would wait for all weights which are queued before it.
+            self._transfer.after_compute(self._streams.h2d)
+
+    def end_step(self) -> None:
+        self._in_step = False
+
+    def abandon_step(self) -> None:
+        self._links.let_go()
+
+    def before_reuse(self, slot: DeviceSlot) -> None:
+        # Compute, which waits for the gather, may not have read the slot.
+        self._streams.h2d.wait_event(slot.ready)
+
+    def is_ready(self, unit: OffloadUnit, slot: DeviceSlot) -> bool:
+        # In a step all sharers fetch the unit, or none.
+        return self._agree(unit, slot, ahead=True) if self._in_step else super().is_ready(unit, slot)
+
+    def await_ready(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
+        if not self._in_step:
+            super().await_ready(unit, slot)
+            return
+        while not self._agree(unit, slot, ahead=False):
+            pass
+
+    def _agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool) -> bool:
+        """Agrees with the sharers on a fetch into `slot`; False if an update of the unit has not ended on one.
+
+        An update counts that begins with this exchange. `ahead`: the unit is fetched ahead of its use. Raises
+        RuntimeError if a sharer is about to do something else.
+        """
+        name = f"the fetch of {unit} {'ahead of its use' if ahead else 'for its use'}"
+        exchanged = None
+        while exchanged is None:
+            pending = ahead and self.updates.is_pending(unit)
+            if not pending:
+                # Before, because others may copy what this process updates.
+                self.updates.before_onload(unit)
+            had_begun = unit.has_begun_updates
+            flags = PENDING * pending | self._links.place_of(slot.bytes) << PLACE_BIT
+            exchanged = self._exchange(unit.index, ahead, flags, name, everywhere=False)
+        found, _ = exchanged
+        self._places = [flags >> PLACE_BIT for flags in found]
+        return not any(flags & PENDING for flags in found) and unit.has_begun_updates == had_begun
+
+    def note_use(self, unit: OffloadUnit, in_backward: bool) -> None:
+        """Takes the use of a unit in a step. Where it is another than the last one in backward, all sharers agree.
+
+        So gradients are summed also where units that are still in their slots are not fetched again. All hosts come to
+        this, while only the sharers of one host take part in a fetch. On one host a fetch before `look_ahead` will do.
+        """
+        if in_backward and unit is not self._last_in_backward:
+            self._not_agreed_on = unit
+            if self._sharers.hosts > 1:
+                self._agree_on_use()
+        self._last_in_backward = unit if in_backward else None
+
+    def look_ahead(self, forecast: Forecast) -> None:
+        if self._in_step:
+            self._agree_on_use()
+
+    def _agree_on_use(self) -> None:
+        """Agrees on the use that was noted last, unless the sharers have exchanged their gradients since."""
+        unit, self._not_agreed_on = self._not_agreed_on, None
+        if unit is not None:
+            while self._exchange(unit.index, False, 0, f"the use of {unit} in backward", everywhere=True) is None:
+                pass
+
+    def end_uses(self) -> None:
+        """Sums the gradients that all sharers have and have not summed yet; the others go home.
+
+        Raises RuntimeError if a sharer fetches another unit in this step, which this one has ended.
+        """
+        exchanged = None
+        # Until there was nothing left to sum.
+        while exchanged is None or exchanged[1]:
+            exchanged = self._exchange(END_OF_STEP, False, 0, "the end of a step", everywhere=True)
+        self._gradients.give_up_rest()
+
+    def _agree_on_sums(self) -> None:
+        """Sums the gradients that all sharers have now, between two of their fetches.
+
+        Not every sharer has to call it, or as often as another: the others repeat the exchange that they have come to.
+        Over several hosts, which exchange in two kinds of circles, it does nothing.
+        """
+        if self._sharers.hosts == 1:
+            self._exchange(SUMS_ALONE, False, 0, "a sum of gradients", everywhere=False)
+
+    def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
+        """Queues the copies of this process's slices and the gathers of all.
+
+        The slot is as large as the unit's slices with their padding.
+        """
+        if not self._in_step:
+            super().fill(unit, slot)
+            return
+        streams, sharers = self._streams, self._sharers
+        h2d, gather = streams.h2d, streams.gather
+        slices = slices_of(unit, sharers.count)
+        for number, (chunk, own) in enumerate(zip(slices.chunks(), slices.own(sharers.rank), strict=True)):
+            part = self._chunks.setdefault((slot.index, number), _Chunk(slot, number))
+            streams.writes(h2d, part, f"onload of {unit}")
+            copied, (start, end) = streams.event(), own
+            source, what = unit.weights.bytes[start:end], f"slice {number} of {unit.name}"
+            self._transfer.copy_in(slot.bytes[start:end], source, done=copied, what=what)
+            gather.wait_event(copied)
+            streams.writes(gather, part, f"gather of {unit}")
+            with profiled(f"gather {what}"), streams.on(gather):
+                self._links.gather(slot.bytes[slice(*chunk)], self._places, what)
+        streams.writes(gather, slot, f"gather of {unit}")
+        slot.ready.record(gather)
+
+    def _exchange(
+        self, index: int, ahead: bool, flags: int, what: str, everywhere: bool
+    ) -> tuple[list[int], bool] | None:
+        """Returns the flags of each sharer, and whether gradients were summed.
+
+        None where a sharer came for sums alone: what the others came for is to be asked anew, as updates may have
+        begun behind these sums.
+        `everywhere`: with the sharers of all hosts, who sum gradients together.
+        """
+        sharers = self._sharers
+        sums = everywhere or sharers.hosts == 1
+        offers = self._gradients.offers() if sums else ()
+        # On one host there is one kind of exchange, so that a sharer at its end meets one that still fetches.
+        everywhere = everywhere and sharers.hosts > 1
+        found = sharers.exchange((index, int(ahead), flags, *offers), what, everywhere=everywhere)
+        for rank, theirs in enumerate(found, start=0 if everywhere else sharers.first):
+            if SUMS_ALONE not in (index, theirs[0]) and theirs[:2] != [index, int(ahead)]:
+                raise RuntimeError(
+                    f"rank {sharers.first + sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}:"
+                    f" processes that share weights must use them in the same order; {OWN_HOMES}"
+                )
+        summed = sums and self._gradients.sum_common([theirs[3:] for theirs in found])
+        if any(theirs[0] == SUMS_ALONE for theirs in found):
+            return None
+        if sums:
+            self._not_agreed_on = None
+        return [theirs[2] for theirs in found], summed
+
+    def _named(self, index: int) -> str:
+        if index == END_OF_STEP:
+            return "the end of a step"
+        return f"the fetch of {self._units[index]}" if index < len(self._units) else "another exchange"
