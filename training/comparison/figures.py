@@ -32,8 +32,6 @@ LINES = (BLUE, "#D55E00", GREEN, "#CC79A7", ORANGE, "#56B4E9", GREY)
 # The styles of the first seven lines, of the next seven, and so on.
 DASHES = ("-", "--", ":", "-.")
 WIDTH_IN, DPI = 8.0, 200
-# Pixels of a figure from top to bottom: matplotlib draws fewer than 2**16. A higher figure has fewer in an inch.
-MOST_PIXELS = 2**15
 # A y axis is logarithmic if its largest value is more than this many times its smallest: else points would overlap.
 LOGARITHMIC_FROM = 4.0
 LABEL_SIZE = 8.5
@@ -248,7 +246,7 @@ def style():
 
 def canvas(height_in: float) -> tuple[Figure, Axes]:
     """Makes an empty figure without pyplot, so that it is freed when unused and needs no window system."""
-    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=min(DPI, MOST_PIXELS / height_in), layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 

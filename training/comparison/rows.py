@@ -65,6 +65,13 @@ class Row:
         return all(run.planned for run in self.measured)
 
     @property
+    def devices(self) -> int | None:
+        """The devices that shared each step; a plan has them in its configuration alone."""
+        known = [run.summary.get("devices") or run.config.get("devices", 1) for run in self.measured if run.config]
+        counts = [int(count) for count in map(str, known) if re.fullmatch(r"\d{1,6}", count)]
+        return max(counts, default=None)
+
+    @property
     def forward_only(self) -> bool:
         """True for steps without backward and update, whose times are not compared with those of full steps."""
         return any(run.forward_only for run in self.measured)
@@ -115,7 +122,6 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
     rows = [Row(name, members) for name, (_, members) in zip(names, groups, strict=True)]
     for row in rows:
         row.statistics = _statistics(row.measured)
-    _count_devices(rows)
     candidates = [values if row.finished else {} for row, values in zip(rows, settings, strict=True)]
     for row, values in zip(rows, settings, strict=True):
         found = find_reference(values, candidates)
@@ -163,23 +169,6 @@ def _statistics(runs: Sequence[Run]) -> dict[str, Statistic]:
             has_spread = len(means) > 1 and all(map(math.isfinite, means))
             found[key] = Statistic(mean(means), statistics.stdev(means) if has_spread else None)
     return found
-
-
-def _count_devices(rows: Sequence[Row]) -> None:
-    """Gives all rows the number of their devices, if one has several; a plan has it in its configuration alone."""
-    counts = [max(map(_devices, row.measured), default=0) for row in rows]
-    if max(counts, default=0) > 1:
-        for row, count in zip(rows, counts, strict=True):
-            if count:
-                row.statistics["devices"] = Statistic(float(count))
-
-
-def _devices(run: Run) -> int:
-    """Returns the devices that shared each step of a run, 0 if that is not known."""
-    if is_number(count := run.summary.get("devices")):
-        return int(count)
-    text = str(run.config.get("devices", 1))
-    return int(text) if run.config and re.fullmatch(r"\d{1,6}", text) else 0
 
 
 def _compare(row: Row, reference: Row) -> None:

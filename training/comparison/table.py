@@ -5,7 +5,6 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -18,8 +17,6 @@ COMPARED_WITH = "compared with"
 WORDS = ("curve", COMPARED_WITH, "seeds", "status")
 # The characters that Markdown gives a meaning, GitHub's the dollar sign too; an underscore within a word has none.
 MARKUP = re.compile(r"[\\`*|~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
-# With these a spreadsheet begins a formula, in some languages with the wide forms too; `visible` leaves no line break.
-FORMULA_STARTS = "=+-@\uff1d\uff0b\uff0d\uff20"
 # Width of lines, in characters, if the output is not a terminal.
 PLAIN_WIDTH = 160
 # Characters between two columns.
@@ -115,11 +112,13 @@ CSV_WORDS: dict[str, Callable[[Row], str]] = {
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Returns each row's texts for people, by the titles of their columns, as `visible` makes them.
 
-    Columns that are zero or unknown in every row are left out. If there are several resident runs, one column names
-    the run that each row is compared with.
+    Columns that are zero or unknown in every row are left out, and devices where no row has several. If there are
+    several resident runs, one column names the run that each row is compared with.
     """
     several = len({id(row.reference) for row in rows if row.reference}) > 1
     columns = [column for column in COLUMNS if any(s.mean != 0 for row in rows if (s := column.statistic(row)))]
+    if all((row.devices or 1) == 1 for row in rows):
+        columns = [column for column in columns if column.source != "devices"]
     texts = []
     for row in rows:
         values = {column.title: column.text(row) for column in columns} | {"curve": row.curve or MISSING}
@@ -185,7 +184,7 @@ def to_csv(rows: Sequence[Row]) -> str:
             statistic = column.statistic(row)
             both = (statistic.mean, statistic.spread) if statistic else (None, None)
             numbers += both if column.has_spread else both[:1]
-        writer.writerow([_csv_text(row.name), *numbers, *(_csv_text(word(row)) for word in CSV_WORDS.values())])
+        writer.writerow([visible(row.name), *numbers, *(visible(word(row)) for word in CSV_WORDS.values())])
     return text.getvalue()
 
 
@@ -227,14 +226,3 @@ def _markdown(text: str) -> str:
     """Escapes the text, so that Markdown shows it as it is: no cell ends, emphasis, code, links or tags in it."""
     escaped = MARKUP.sub(r"\\\g<0>", visible(" ".join(text.split())))
     return escaped.replace("&", "&amp;").replace("<", "&lt;")
-
-
-def _csv_text(text: str) -> str:
-    """Returns text of one line that a spreadsheet shows as text, also if it begins like a formula."""
-    text = visible(text)
-    if not text or text[0] not in FORMULA_STARTS:
-        return text
-    with suppress(ValueError):
-        float(text)
-        return text
-    return f"'{text}"

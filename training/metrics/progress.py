@@ -13,16 +13,13 @@ from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from training.metric_names import METRIC_KEYS, PLANNED, SUMMARY_KEYS, UNITS
 from training.runs.files import METRICS_FILE, SUMMARY_FILE, WANDB_FOLDER
 from training.visible_text import visible
-
-# Characters beside the text of a cell, and those that a line of a text that wraps has at least.
-CELL_BORDER, SHORTEST_LINE = 3, 24
 
 
 @contextmanager
@@ -43,7 +40,6 @@ class Progress:
     """Shows the progress of a run over `total_steps` optimizer steps.
 
     Args:
-        description: one or two words before the bar.
         initial_step: steps done before, in a resumed run.
         stream: the file to write to; standard output by default.
     """
@@ -51,7 +47,6 @@ class Progress:
     def __init__(
         self,
         total_steps: int,
-        description: str = "training",
         *,
         initial_step: int = 0,
         stream: TextIO | None = None,
@@ -66,7 +61,7 @@ class Progress:
             self._bar = tqdm(
                 total=total_steps,
                 initial=initial_step,
-                desc=description,
+                desc="training",
                 file=self._stream,
                 dynamic_ncols=True,
                 bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}",
@@ -115,7 +110,7 @@ def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO |
     table.add_column(overflow="fold")
     for name, value in plan.items():
         table.add_row(visible(name), visible(value))
-    _print_table(_console(stream), table)
+    _console(stream).print(table)
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None = None) -> None:
@@ -138,7 +133,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO |
             unit = ", ".join(filter(None, (metric.unit, metric.summary)))
             table.add_row(key, format_value(summary[key]), unit, *beside)
     console = _console(stream)
-    _print_table(console, table)
+    console.print(table)
     status, reason = summary.get("status", "ok"), summary.get("reason")
     # Never wrapped, so that a path can be copied.
     lines = [f"run {status}{f': {reason}' if reason else ''}", f"files   {run_dir}"]
@@ -181,27 +176,6 @@ def _headline(record: Mapping[str, Any]) -> list[str]:
 
 def _table(title: str) -> Table:
     return Table(title=title, box=box.ROUNDED, title_justify="left", title_style="bold")
-
-
-def _print_table(console: Console, table: Table) -> None:
-    """Prints a table; on a terminal too narrow for its values a line for each row, which the terminal wraps."""
-    needed = sum(_least_width(column) + CELL_BORDER for column in table.columns) + 1
-    if needed <= console.width:
-        console.print(table)
-        return
-    console.print(table.title, style="bold", soft_wrap=True)
-    named = [f"{column.header} " if column.header in ("planned", "ratio") else "" for column in table.columns]
-    for row in zip(*(column.cells for column in table.columns), strict=True):
-        parts = [name + cell for name, cell in zip(named, row, strict=True) if cell]
-        console.print("  ".join(parts), highlight=False, soft_wrap=True)
-
-
-def _least_width(column: Column) -> int:
-    """Returns the characters a line of `column` needs: those of its longest value, or word where values may wrap."""
-    texts = [str(text) for text in (column.header, *column.cells)]
-    if column.no_wrap:
-        return max(map(len, texts))
-    return min(max(len(word) for text in texts for word in text.split() or [""]), SHORTEST_LINE)
 
 
 def _console(stream: TextIO | None) -> Console:

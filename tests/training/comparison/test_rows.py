@@ -7,6 +7,7 @@ import math
 import pytest
 
 from training.comparison.rows import Row, Statistic, pareto_front
+from training.comparison.table import MISSING, cells
 
 H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
 
@@ -46,14 +47,10 @@ def test_beside_rows_of_several_devices_others_have_one(write_run):
     write_run(top={"devices": 4}, status="planned", losses=None)
     # Of another program, which does not tell.
     (write_run() / "config.yaml").unlink()
-    found = [row.statistics.get("devices") for row in write_run.rows()]
-    assert found == [Statistic(1.0), Statistic(2.0), Statistic(4.0), None]
-
-
-def test_where_no_row_has_several_devices_none_has_their_number(write_run):
-    write_run()
-    write_run("layer_stream", top={"devices": 1})
-    assert all("devices" not in row.statistics for row in write_run.rows())
+    rows = write_run.rows()
+    assert [row.devices for row in rows] == [1, 2, 4, None]
+    assert [row["devices"] for row in cells(rows)] == ["1", "2", "4", MISSING]
+    assert "devices" not in cells([rows[0], rows[3]])[0]
 
 
 def test_failed_seeds_are_counted_but_not_averaged(write_run):

@@ -176,16 +176,6 @@ def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
     assert "run ok\n" in text
 
 
-def test_on_a_narrow_terminal_no_value_is_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    stream = Terminal()
-    print_plan({"device (here the host): at its peak": "85.05 MiB of 23.50 GiB: fits"}, stream=stream)
-    print_summary({"steps": 2, "perf/step_ms": 5387.1, "planned/perf/step_ms": 317.4}, tmp_path, stream=stream)
-    text = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue())
-    assert "device (here the host): at its peak  85.05 MiB of 23.50 GiB: fits\n" in text
-    assert "perf/step_ms  5,387  ms, median  planned 317.4  ratio 16.97\n" in text
-
-
 def test_report_leaves_out_metrics_of_zero(tmp_path):
     stream = io.StringIO()
     summary = {"steps": 0, "memory/vram_peak_gib": 0.0, "transfer/h2d_gib": 0.0, "planned/transfer/h2d_gib": 1.0}
