@@ -7,8 +7,7 @@ Weights and gradients are bf16; --master and --state-dtype are formats of the st
 count the bytes that an update reads and writes; `copy` is the rate of torch's copy of as many bytes on as many threads,
 read and written. `pause` is the longest time, in ms, that another Python thread (such as the one that launches GPU
 kernels) waits for Python's lock during an update. `with log` is the faster kernel's update that can be undone, and
-`undone` is how fast that is. `--compiled` adds a function compiled by torch.compile for float32
-masters.
+`undone` is how fast that is.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload.memory.host_cores import usable_cores
-from offload.optimizer.formats import MASTER_DTYPES, ROUNDINGS, STATE_DTYPES, StateFormat
+from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_check import copied_to
 from offload.optimizer.kernel_choice import sample, update_on
 from offload.optimizer.kernels import FusedUpdate, UpdateKernel
@@ -39,41 +38,6 @@ from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.undo_log import UndoLog, can_be_undone
 
 SETTINGS = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-
-
-class CompiledUpdate:
-    """The AdamW rule as one function, compiled by torch.compile."""
-
-    name = "compiled"
-
-    def __init__(self, threads: int):
-        self._threads = threads
-        # A change of torch's own number of threads would compile it again.
-        self._function = torch.compile(_adamw, dynamic=True, options={"cpp.threads": threads})
-
-    def __call__(self, operands: Operands, step: torch.Tensor, hyperparameters: HyperParameters) -> None:
-        count = step.item()
-        scalars = (
-            1 - hyperparameters.lr * hyperparameters.weight_decay,
-            1 - hyperparameters.beta1,
-            hyperparameters.beta2,
-            (1 - hyperparameters.beta2**count) ** 0.5,
-            hyperparameters.lr / (1 - hyperparameters.beta1**count),
-        )
-        with threads_of_torch(self._threads):
-            tensors = (operands.weight, operands.gradient, operands.master, operands.exp_avg, operands.exp_avg_sq)
-            self._function(*tensors, *map(torch.tensor, scalars))
-
-
-def _adamw(weight, gradient, master, exp_avg, exp_avg_sq, decay, rest1, beta2, correction, step_size):
-    gradient = gradient.float()
-    mean = torch.lerp(exp_avg.float(), gradient, rest1)
-    square = exp_avg_sq.float() * beta2 + (1 - beta2) * gradient * gradient
-    value = master * decay - step_size * mean / (square.sqrt() / correction + SETTINGS.eps)
-    exp_avg.copy_(mean)
-    exp_avg_sq.copy_(square)
-    master.copy_(value)
-    weight.copy_(value)
 
 
 def longest_pause_ms(work) -> float:
@@ -100,10 +64,8 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1 << 27, help="in one update (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="measured updates (default: %(default)s)")
     choices = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--master", choices=list(MASTER_DTYPES), default=["fp32", "compact"], **choices)
+    parser.add_argument("--master", choices=list(MASTER_DTYPES), default=["compact"], **choices)
     parser.add_argument("--state-dtype", choices=list(STATE_DTYPES), default=["fp32"], help="of the moments", **choices)
-    parser.add_argument("--state-rounding", choices=ROUNDINGS, default="nearest", help="of the moments")
-    parser.add_argument("--compiled", action="store_true", help="also measure a function of torch.compile")
     parser.add_argument(
         "--native-only", action="store_true", help="leave out torch's kernel on the host, which takes most of the time"
     )
@@ -111,7 +73,7 @@ def main() -> None:
 
     print(f"{cores} cores, {options.parameters} parameters, torch {torch.__version__}")
     for master, state_dtype in itertools.product(options.master, options.state_dtype):
-        format = StateFormat(master, state_dtype, options.state_rounding)
+        format = StateFormat(master, state_dtype)
         print(f"master {master}, moments {state_dtype}, {format.update_bytes:.1f} bytes a parameter", flush=True)
         measure_format(format, options)
         if torch.cuda.is_available():
@@ -128,8 +90,6 @@ def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
         kernels: list[UpdateKernel] = [] if library and options.native_only else [FusedUpdate(threads)]
         if library is not None:
             kernels.append(NativeUpdate(library, threads))
-        if options.compiled and format.master == "fp32" and format.state_dtype != "int8":
-            kernels.append(CompiledUpdate(threads))
         for kernel in kernels:
             update = functools.partial(kernel, operands, torch.ones(()), SETTINGS)
             rate = options.parameters / seconds_of(update, options.repeats)
@@ -140,7 +100,7 @@ def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
                 flush=True,
             )
         if can_be_undone(format):
-            measure_undoing(kernels[min(len(kernels), 2) - 1], format, operands, threads, options.repeats)
+            measure_undoing(kernels[-1], format, operands, threads, options.repeats)
         nbytes = int(options.parameters * format.update_bytes / 2)
         source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
         with threads_of_torch(threads):
@@ -174,7 +134,7 @@ def measure_undoing(kernel: UpdateKernel, format: StateFormat, operands: Operand
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
-    """Returns the median time of `work` in seconds, after a warm-up that touches the pages and compiles functions."""
+    """Returns the median time of `work` in seconds, after a warm-up that touches the pages."""
     seconds = []
     for _ in range(repeats + 1):
         start = perf_counter()

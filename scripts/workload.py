@@ -112,7 +112,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
     # Cores of the host that this process has; all of them unless the program divides them.
     options.set_defaults(cores=None)
-    options.add_argument("--compile", default="auto", help="kernels of the updates: auto or off")
     options.add_argument("--master", default="compact", help="format of its masters, as optimizer.master")
     options.add_argument("--state-dtype", default="fp32", help="format of its moments, as optimizer.state_dtype")
     options.add_argument(
@@ -171,7 +170,7 @@ class Workload(ABC):
             (self.attach_ms,) = clock.collect()
             if options.optimizer and name != RESIDENT:
                 formats = {"master": options.master, "state_dtype": options.state_dtype}
-                kernels = {"threads": options.threads, "compile": options.compile}
+                kernels = {"threads": options.threads}
                 self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, **formats, **kernels)
                 if options.threads is None and options.cores is not None:
                     self.optimizer.cores = options.cores

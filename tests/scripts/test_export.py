@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import export as script
-from tests.training.helpers.in_process import hydra_as_before
-from training.runs import compose_errors
+from tests.scripts.conftest import called
 from training.saved_runs import export
-
-
-def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
-    monkeypatch.setattr(sys, "argv", ["export.py", *arguments])
-    with hydra_as_before():
-        try:
-            compose_errors.run(script.main)
-        except SystemExit as end:
-            return end.code
-    return 0
 
 
 def test_what_was_asked_is_exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     asked = []
     monkeypatch.setattr(export, "export", lambda *given: asked.append(given) or ["config.json", "model.safetensors"])
-    assert called(monkeypatch, "runs/a", "out", "dataset.tokenizer=t.json") == 0
-    assert called(monkeypatch, "runs/a", "out", "--max-shard", "1MiB", "--merge") == 0
+    assert called(monkeypatch, script, "runs/a", "out", "dataset.tokenizer=t.json") == 0
+    assert called(monkeypatch, script, "runs/a", "out", "--max-shard", "1MiB", "--merge") == 0
     assert asked == [
         ("runs/a", "out", ["dataset.tokenizer=t.json"], 4 * 2**30, False),
         ("runs/a", "out", [], 2**20, True),
@@ -50,7 +38,7 @@ def test_a_mistake_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
-    assert called(monkeypatch, *arguments) == 1
+    assert called(monkeypatch, script, *arguments) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert problem in line

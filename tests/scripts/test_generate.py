@@ -11,10 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import generate
-from tests.training.helpers.in_process import TINY_RUN, composed, conf_initialised, hydra_as_before, run_here
+from tests.scripts.conftest import called
+from tests.training.helpers.in_process import TINY_RUN, composed, conf_initialised, run_here
 from tests.training.helpers.pretrained_folder import save_pretrained
 from training.config.modes import mode_options
-from training.runs import compose_errors, repeat
+from training.runs import repeat
 from training.runs.directory import RunDirectory
 from training.saved_runs import finding
 from training.visible_text import visible_lines
@@ -37,23 +38,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def called(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int | None:
-    """Runs the program in this process; returns its exit status."""
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
-    with hydra_as_before():
-        try:
-            compose_errors.run(generate.main)
-        except SystemExit as end:
-            return end.code
-    return 0
-
-
 @pytest.mark.slow
 def test_the_text_is_the_same_in_every_mode(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     asked = (run, "def main(", "--tokens", "8", "--temperature", "3", "--seed", "5")
-    assert called(monkeypatch, *asked) == 0
+    assert called(monkeypatch, generate, *asked) == 0
     text = capsys.readouterr().out
     for module in (finding, repeat):
         # From here on conf/ is read once, not twice for each mode.
@@ -62,10 +52,10 @@ def test_the_text_is_the_same_in_every_mode(
     assert all(line.isprintable() for line in text.split("\n"))
     for offload in mode_options():
         shards = ["offload.shards=2"] if offload == "shard_offload" else []
-        assert called(monkeypatch, *asked, f"offload={offload}", *shards) == 0
+        assert called(monkeypatch, generate, *asked, f"offload={offload}", *shards) == 0
         assert capsys.readouterr().out == text, offload
     for other in ((run / "checkpoints" / "step-00000002", *asked[1:]), (*asked[:-1], "6")):
-        assert called(monkeypatch, *other) == 0
+        assert called(monkeypatch, generate, *other) == 0
         assert capsys.readouterr().out != text
 
 
@@ -90,7 +80,7 @@ def test_a_mistake_is_one_line(
     arguments: tuple[str, ...],
     problem: str,
 ):
-    assert called(monkeypatch, run, "a", *arguments) == 1
+    assert called(monkeypatch, generate, run, "a", *arguments) == 1
     shown = capsys.readouterr()
     assert shown.err.splitlines()[-1].startswith("error: ")
     assert problem in shown.err.splitlines()[-1]
@@ -116,7 +106,7 @@ def test_a_run_without_a_checkpoint_an_unknown_path_and_a_damaged_one_are_refuse
                 data = bytearray(file.read_bytes())
                 data[-1] ^= file.name == "model.safetensors"
                 (damaged / file.name).write_bytes(data)
-        assert called(monkeypatch, path, "a") == 1
+        assert called(monkeypatch, generate, path, "a") == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ")
         assert problem in line
@@ -138,7 +128,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def talked(monkeypatch: pytest.MonkeyPatch, run: Path, said: str, *options: str) -> int | None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(said))
-    return called(monkeypatch, run, "--chat", "--temperature", "0", *options)
+    return called(monkeypatch, generate, run, "--chat", "--temperature", "0", *options)
 
 
 @pytest.mark.slow
@@ -174,7 +164,7 @@ def test_a_model_without_a_template_does_not_chat_unless_it_is_given_one(
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert talked(monkeypatch, run, "a\n", "--tokens", "2", "--template", str(tmp_path / "t.jinja")) == 0
     assert capsys.readouterr().out
-    assert called(monkeypatch, run) == 1
+    assert called(monkeypatch, generate, run) == 1
     assert "PROMPT is missing: give a text to continue" in capsys.readouterr().err
 
 
@@ -189,10 +179,10 @@ def test_the_tokenizer_is_that_of_the_checkpoint_though_its_origin_is_gone(
     run_here(tmp_path / "run", *overrides, f"dataset.tokenizer={tokens}")
     RunDirectory(tmp_path / "run").write_config(*composed(*overrides, run_dir=tmp_path / "run"))
     capsys.readouterr()
-    assert called(monkeypatch, tmp_path / "run", "the cat", "--tokens", "3") == 0
+    assert called(monkeypatch, generate, tmp_path / "run", "the cat", "--tokens", "3") == 0
     assert capsys.readouterr().out.startswith("the cat")
     shutil.rmtree(tokens)
-    assert called(monkeypatch, tmp_path / "run", "the cat") == 1
+    assert called(monkeypatch, generate, tmp_path / "run", "the cat") == 1
     assert f"dataset.tokenizer={tokens}: no such file or folder" in capsys.readouterr().err
     given = f"dataset.tokenizer={chats}/base"
-    assert called(monkeypatch, tmp_path / "run", "the cat", "--tokens", "3", given) == 0
+    assert called(monkeypatch, generate, tmp_path / "run", "the cat", "--tokens", "3", given) == 0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts import show
+from tests.scripts.conftest import called
 from tests.training.data.chats.chat_tokenizers import MARKED, save
-from tests.training.helpers.in_process import composed, hydra_as_before
-from training.runs import compose_errors
+from tests.training.helpers.in_process import composed
 from training.runs.directory import RunDirectory
 
 
@@ -22,19 +22,8 @@ def files(tmp_path: Path) -> str:
     return str(tmp_path / "chats.jsonl")
 
 
-def called(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int | None:
-    """Runs the program in this process; returns its exit status."""
-    monkeypatch.setattr(sys, "argv", ["show.py", *map(str, arguments)])
-    with hydra_as_before():
-        try:
-            compose_errors.run(show.main)
-        except SystemExit as end:
-            return end.code
-    return 0
-
-
 def test_chats_are_shown_with_what_is_trained_on(files: str, monkeypatch, capsys) -> None:
-    assert called(monkeypatch, "dataset=chat", f"dataset.files={files}", "--count", "2") == 0
+    assert called(monkeypatch, show, "dataset=chat", f"dataset.files={files}", "--count", "2") == 0
 
     shown, _, facts = capsys.readouterr().out.rpartition("---\n")
     assert shown == "".join(
@@ -48,7 +37,7 @@ def test_chats_are_shown_with_what_is_trained_on(files: str, monkeypatch, capsys
 def test_in_a_terminal_it_is_green(files: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
-    assert called(monkeypatch, "dataset=chat", f"dataset.files={files}", "--count=1") == 0
+    assert called(monkeypatch, show, "dataset=chat", f"dataset.files={files}", "--count=1") == 0
 
     assert "\033[32mIt is 0. \\x1b[2J<|endoftext|>\033[0m\n" in capsys.readouterr().out
 
@@ -57,7 +46,7 @@ def test_the_tokenizer_may_be_a_models(files: str, tmp_path: Path, monkeypatch, 
     tokenizer = save(tmp_path / "model", MARKED)
 
     keys = ("dataset=chat", f"dataset.files={files}", f"dataset.tokenizer={tokenizer}", "model.vocab_size=400")
-    assert called(monkeypatch, *keys, "--count=1") == 0
+    assert called(monkeypatch, show, *keys, "--count=1") == 0
 
     assert "<|im_start|>assistant\n\u27e6It is 0. \\x1b[2J<|im_end|>\n\u27e7\n" in capsys.readouterr().out
 
@@ -67,7 +56,7 @@ def test_a_run_is_shown_with_changes(files: str, tmp_path: Path, monkeypatch, ca
     run.mkdir()
     RunDirectory(run).write_config(*composed("dataset=chat", f"dataset.files={files}", run_dir=run))
 
-    assert called(monkeypatch, run, "dataset.train_on=all", "--count=1") == 0
+    assert called(monkeypatch, show, run, "dataset.train_on=all", "--count=1") == 0
 
     assert "\u27e6user\nWhat is 0?" in capsys.readouterr().out
 
@@ -83,7 +72,7 @@ def test_a_run_is_shown_with_changes(files: str, tmp_path: Path, monkeypatch, ca
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments: tuple[str, ...], message: str, monkeypatch, capsys) -> None:
-    assert called(monkeypatch, *arguments) != 0
+    assert called(monkeypatch, show, *arguments) != 0
 
     error = capsys.readouterr().err
     assert message in error

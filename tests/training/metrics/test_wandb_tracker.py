@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -166,23 +165,6 @@ def test_the_closing_summary_replaces_last_values_and_a_failure_is_marked(run_di
     assert summary["exit_code"] == 1
 
 
-@pytest.mark.slow
-def test_trackers_one_after_another_are_runs_of_their_own(tmp_path):
-    ids = []
-    for place in (1, 2):
-        run_dir = tmp_path / f"run{place}"
-        run_dir.mkdir()
-        tracker = Tracker("offline", run_dir=run_dir, config={"place": place})
-        tracker.log({"train/step": place, "train/loss": float(place)}, place)
-        tracker.finish({})
-        (wandb_run,) = wandb_runs(run_dir)
-        summary = summary_of(wandb_run)
-        assert summary["config"] == {"place": place}
-        assert without_internals(summary["summary"]) == {"train/step": place, "train/loss": place}
-        ids.append(summary["run_id"])
-    assert ids[0] != ids[1]
-
-
 @pytest.mark.parametrize(("explicit", "expected"), [(None, "sweep-7"), ("mine", "mine")])
 @pytest.mark.slow
 def test_group(run_dir, monkeypatch, explicit, expected):
@@ -313,14 +295,6 @@ def test_online_without_a_usable_key_warns_once_and_records_offline(run_dir, mon
     assert wandb_run.name.startswith("offline-run-")
     (warning,) = warnings(caplog)
     assert f"wandb sync {wandb_run}" in warning
-
-
-def test_a_key_in_netrc_makes_auto_go_online(run_dir, monkeypatch, caplog, gives_up_online):
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    Path(os.environ["NETRC"]).write_text(f"machine 127.0.0.1:9 login user password {FAKE_KEY}\n")
-    Tracker("auto", run_dir=run_dir, config={}).finish({})
-    (warning,) = warnings(caplog)
-    assert "online fails" in warning
 
 
 def test_on_a_terminal_nothing_is_asked(run_dir):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.helpers.time_limit import time_limit
 from training.errors import UserError
 from training.runs import records
 from training.runs.bounded_files import LONGEST_LINE
@@ -111,25 +110,6 @@ def test_a_full_disk_is_one_clear_line(tmp_path):
     assert str(tmp_path) in str(error.value)
     assert "full" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("read", [read_metrics, read_summary, MetricsWriter], ids=lambda read: read.__name__)
-def test_a_pipe_is_not_waited_for(tmp_path, read):
-    for name in ("metrics.jsonl", "summary.json"):
-        os.mkfifo(tmp_path / name)
-    with time_limit(20), pytest.raises(UserError, match=r"(metrics\.jsonl|summary\.json): it is a pipe, not a file"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("leftover", [os.mkfifo, lambda path: path.symlink_to("victim")], ids=["pipe", "link"])
-def test_a_summary_does_not_go_into_what_is_left_of_an_earlier_one(tmp_path, monkeypatch, leftover):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "victim").write_text("mine")
-    leftover(tmp_path / "summary.json.partial")
-    with time_limit(20):
-        write_summary(tmp_path, {"status": "ok"})
-    assert read_summary(tmp_path) == {"status": "ok"}
-    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_a_line_longer_than_any_record_is_damage(tmp_path):

@@ -134,32 +134,6 @@ def test_a_job_whose_process_cannot_start_is_a_row(tmp_path: Path):
     assert read_summary(tmp_path) == {"status": "failed", "reason": reason}
 
 
-# At the begin of a sweep's script: the time of job 0 is over once it sleeps, and of no other.
-TIME_IS_OVER = """
-import json, subprocess
-from pathlib import Path
-
-from tests.training.helpers.sweeps import time_is_over
-
-seen = Path("sweep/0/seen.json")
-if __name__ == "__main__":
-    subprocess.Popen = time_is_over(
-        lambda process: seen.exists() and json.loads(seen.read_text())["pid"] == process.pid
-    )
-"""
-
-
-@pytest.mark.slow
-def test_a_sweep_goes_on_after_a_job_that_took_too_long(tmp_path: Path):
-    write_script(tmp_path, TIME_IS_OVER)
-    limit = "hydra.launcher.timeout_min=0.1"
-    done = Sweep(start(tmp_path, "-m", "act=sleep,ok", limit, "hydra.sweep.dir=sweep"), tmp_path / "sweep")
-    assert done.exit_status == 1
-    assert (done.row(0)["status"], done.row(0)["why"]) == ("interrupted", f"{limit} was over: interrupted")
-    assert done.row(1)["status"] == "ok"
-    assert done.stderr.splitlines()[-1] == f"error: job 0 interrupted: {limit} was over: interrupted"
-
-
 @pytest.mark.parametrize("limit", ["0", "-1", "inf", "nan"])
 @pytest.mark.slow
 def test_a_limit_that_is_none_starts_no_job(tmp_path: Path, limit: str):

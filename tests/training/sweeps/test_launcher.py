@@ -1,6 +1,5 @@
 """Sweeps: a process a job, and what a job does to itself stays with it."""
 
-import functools
 import json
 import os
 import signal
@@ -53,31 +52,20 @@ def test_a_sweep_under_torchrun_is_refused_before_its_first_job(tmp_path: Path, 
     assert not (tmp_path / "sweep").exists()
 
 
-def test_every_job_has_a_fresh_process(sweep):
+def test_every_job_has_a_fresh_process_and_is_the_same_command_as_the_sweep(sweep):
     jobs = [sweep.seen(number) for number in range(6)]
     assert len({job["pid"] for job in jobs} | {sweep.pid}) == 7
     assert {job["parent"] for job in jobs} == {sweep.pid}
+    assert {job["group"] for job in jobs} == {"2031-01-02, it's-03-04-05"}
     assert not any(job["torch"] for job in jobs)
-
-
-def test_a_job_is_the_same_command_as_the_sweep(sweep):
-    for number in range(6):
-        job = sweep.seen(number)
+    for number, job in enumerate(jobs):
         assert (job["number"], job["kind"], job["note"]) == (number, "special", "[a, b]")
         assert "ignore::ImportWarning" in job["warnings"]
-
-
-def test_jobs_know_their_sweep(sweep):
-    assert {sweep.seen(number)["group"] for number in range(6)} == {"2031-01-02, it's-03-04-05"}
 
 
 def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
     written = {path.name for path in sweep.directory.iterdir()}
     assert written == {*"01234567", "multirun.yaml", "compare.csv", "compare.md", "compare.html", MEMORY_FIGURE_FILE}
-
-
-def test_a_job_that_ends_badly_does_not_stop_the_others(sweep):
-    assert sweep.summary(5)["status"] == "ok"
 
 
 def test_the_comparison_shows_how_each_job_ended(sweep):
@@ -90,9 +78,8 @@ def test_the_comparison_shows_how_each_job_ended(sweep):
         ("act=refuse", "failed", "act=refuse: take another", "", ""),
         ("act=exit", "failed", "exit status 3", "12.345", "1.5"),
     ]
-
-
-def test_the_terminal_shows_it_too(sweep):
+    # A job that ends badly does not stop the others.
+    assert sweep.summary(5)["status"] == "ok"
     lines = [line.split() for line in sweep.stdout.splitlines()]
     assert any(line[:2] == ["act=ok", "12.3"] for line in lines)
     assert "act=raise: failed: ValueError: a broken [job]" in sweep.stdout.splitlines()
@@ -108,22 +95,17 @@ def test_a_job_that_cannot_say_how_it_ended_has_it_written_down(sweep):
     }
 
 
-def test_the_failure_of_an_earlier_sweep_is_not_taken_for_the_jobs(sweep):
+def test_the_results_of_an_earlier_sweep_are_kept_but_not_its_failure(sweep):
     assert (sweep.row(7)["why"], sweep.row(7)["step_ms"]) == ("exit status 4", "")
-
-
-def test_the_results_of_an_earlier_sweep_are_kept_and_the_terminal_says_so(sweep):
     assert sweep.summary(6) == {"status": "ok", "perf/step_ms": 99.0}
     kept = f"{sweep.directory / '6'} has an earlier run, which is left as it was"
     assert f"job 6: failed: exit status 4; {kept}" in sweep.stdout.splitlines()
 
 
-def test_only_a_broken_program_shows_a_traceback(sweep):
+def test_a_sweep_with_failed_jobs_ends_non_zero_and_names_them(sweep):
+    # Only a broken program shows a traceback.
     assert sweep.stderr.count("Traceback") == 1
     assert "error: act=refuse: take another" in sweep.stderr.splitlines()
-
-
-def test_a_sweep_with_failed_jobs_ends_non_zero_and_names_them(sweep):
     assert sweep.exit_status == 1
     assert "Error executing job" not in sweep.stderr
     line = sweep.stderr.splitlines()[-1]
@@ -131,15 +113,6 @@ def test_a_sweep_with_failed_jobs_ends_non_zero_and_names_them(sweep):
     assert line.endswith(
         "; job 3 failed: act=refuse: take another; job 4 failed: exit status 3; jobs 6, 7 failed: exit status 4"
     )
-
-
-@pytest.mark.slow
-def test_a_sweep_without_failures_ends_with_zero(tmp_path):
-    write_script(tmp_path)
-    done = Sweep(start(tmp_path, "-m", "note=a,b", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
-    assert done.exit_status == 0, done.stderr
-    rows = [done.row(number) for number in (0, 1)]
-    assert [(row["name"], row["status"]) for row in rows] == [("note=a", "ok"), ("note=b", "ok")]
 
 
 @pytest.mark.parametrize(
@@ -195,19 +168,6 @@ def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
     assert "Traceback" not in done.stderr
     assert not runs(seen["pid"])
     wait_for_end(seen["started"])
-
-
-@pytest.mark.slow
-def test_a_sweep_in_the_background_that_ignores_ctrl_c_can_be_ended(tmp_path):
-    write_script(tmp_path)
-    in_background = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    process = start(tmp_path, "-m", "act=sleep,ok", "hydra.sweep.dir=sweep", preexec_fn=in_background)
-    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
-    process.send_signal(signal.SIGTERM)
-    done = Sweep(process, tmp_path / "sweep")
-    assert done.exit_status == 130
-    assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
-    assert not runs(seen["pid"])
 
 
 @pytest.mark.slow
