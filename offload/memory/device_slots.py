@@ -16,12 +16,24 @@ from offload.torch_private.torch_internals import is_function_transform_tensor, 
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 
+class _Typed(dict[torch.dtype, torch.Tensor]):
+    """Flat views of bytes by dtype, made when they are asked for first."""
+
+    def __init__(self, memory: torch.Tensor):
+        super().__init__()
+        self._memory = memory
+
+    def __missing__(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.setdefault(dtype, self._memory.view(dtype))
+
+
 class DeviceSlot:
     """One reusable device buffer: `bytes` is a uint8 tensor.
 
     `ready` marks the end of the copy that filled the slot, `free` the end of the last work that read it. `readers` are
     the streams that have read it since it was filled; `read_by` is the one whose reads are over, by `free`, if any.
-    `content` is set by the owner of the slots: the unit in it.
+    `content` is set by the owner of the slots: the unit in it. `typed[dtype]` is a flat view of `bytes`, the same
+    object every time.
     """
 
     def __init__(self, index: int, memory: torch.Tensor, streams: Streams):
@@ -33,13 +45,7 @@ class DeviceSlot:
         self.read_by: Stream | None = None
         self.content: object | None = None
         self.source: object | None = None
-        self._viewed: dict[torch.dtype, torch.Tensor] = {}
-
-    def viewed_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the bytes as a flat tensor of `dtype`: the same object every time."""
-        if dtype not in self._viewed:
-            self._viewed[dtype] = self.bytes.view(dtype)
-        return self._viewed[dtype]
+        self.typed = _Typed(memory)
 
     def __str__(self) -> str:
         return f"device slot {self.index}"

@@ -12,13 +12,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from offload.torch_private import selective_checkpoints
 from offload.torch_private.tensor_parts import any_wraps
-from offload.torch_private.torch_internals import (
-    StorageWeakRef,
-    TorchDispatchMode,
-    is_in_selective_checkpoint,
-    with_autocast_of_caller,
-)
+from offload.torch_private.torch_internals import StorageWeakRef, TorchDispatchMode, with_autocast_of_caller
 
 # Host memory of weights, and their name. The tensor keeps its addresses from being used for anything else.
 Home = tuple[torch.Tensor, str]
@@ -46,9 +42,9 @@ class DeviceWork(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
-        if any_wraps(types):
+        if types and any_wraps(types):
             # Its own operations come here one by one. A selective checkpoint outside of this mode has to see the whole.
-            return function(*arguments, **keywords) if is_in_selective_checkpoint() else NotImplemented
+            return function(*arguments, **keywords) if selective_checkpoints.here.depth else NotImplemented
         if not self._on_compute():
             return function(*arguments, **keywords)
         operands = [tensor for tensor in _tensors((*arguments, *keywords.values())) if tensor.dim()]

@@ -53,15 +53,17 @@ def _packed(hook: PackHook, tensor: torch.Tensor) -> object:
     return hook.pack(tensor)
 
 
-class Kept:
+class Kept(NamedTuple):
     """A saved tensor that stays where it is, with the version that autograd would check."""
 
-    __slots__ = ("tensor", "version")
+    tensor: torch.Tensor
+    version: int
 
-    def __init__(self, tensor: torch.Tensor):
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Kept:
         # Detached, it shares memory and version with the original. The original may be the result of the operation
         # that saves it, and would keep that operation alive, which keeps what the hook returns: neither would ever go.
-        self.tensor, self.version = tensor.detach(), tensor._version
+        return cls(tensor.detach(), tensor._version)
 
     def checked(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError if it was modified since it was saved."""

@@ -15,8 +15,8 @@ import ctypes
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
 
@@ -24,18 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
-from torch.utils.checkpoint import (
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
-    _checkpoint_hook,
-    _recomputation_hook,
-)
 
 # Imported above under the names that torch gives them:
 # StorageWeakRef: a weak reference to a storage, with `expired()` and `cdata`, a pointer that stays valid while the
@@ -105,6 +99,10 @@ copy_each = torch._foreach_copy_
 # (flat tensor, tensors) -> list of views of it, one behind the other, of the shapes of the tensors.
 views_of_flat = torch._C._nn.unflatten_dense_tensors
 
+# (node that accumulates gradients into a leaf). Raises RuntimeError where the running backward returns the gradient of
+# that leaf, as `torch.autograd.grad` does: the node is then not run. Else what it returns does not matter here.
+executes_node = torch._C._will_engine_execute_node
+
 # (settings) changes those of the allocator of GPU memory, as PYTORCH_ALLOC_CONF makes them. torch 2.11 has the second
 # name, which warns later. Memory that other processes open may not lie in segments that grow.
 set_allocator = (
@@ -112,18 +110,22 @@ set_allocator = (
 )
 
 # A context that changes nothing. One serves everywhere: a step enters thousands.
-AS_IT_IS = nullcontext()
+NO_CONTEXT = nullcontext()
+
+# The dispatch modes of a selective activation checkpoint, in its forward and in its recompute.
+CachingDispatchMode, CachedDispatchMode = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+# The dispatch modes that are open in this thread: () -> list; () -> the innermost, which is closed; (mode), opened.
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+pop_mode, push_mode = _python_dispatch._pop_mode, _python_dispatch._push_mode
 
 # The names of the hooks with which torch's checkpoint notes what is saved: in forward, and in the recompute.
 _CHECKPOINT_PACKS = {
-    f"{hooks.__qualname__}.__init__.<locals>.pack_hook" for hooks in (_checkpoint_hook, _recomputation_hook)
+    f"{hooks.__qualname__}.__init__.<locals>.pack_hook"
+    for hooks in (checkpoint._checkpoint_hook, checkpoint._recomputation_hook)
 }
 # (tensor) -> pair of dictionaries or None: the hooks of `register_hook` and of `register_post_accumulate_grad_hook`. As
 # `any(gradient_hooks(tensor))` it is `has_gradient_hooks` for code that asks for every gradient.
 gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-
-# The dispatch modes of a selective activation checkpoint: in forward, and in the recompute.
-_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 def left_out_of_graphs(function: Callable) -> Callable:
@@ -164,24 +166,12 @@ def is_transformed() -> bool:
     return not is_vmap or torch.is_grad_enabled()
 
 
-def sees_every_operation() -> bool:
-    """Tells whether something of torch sees each operation now: a transform, forward-mode AD or a dispatch mode.
-
-    As a rule nothing does, and then neither `is_transformed` nor `is_in_selective_checkpoint`.
-    """
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or bool(torch._C._len_torch_dispatch_stack())
-    )
-
-
 def is_checkpoint_pack(pack: Callable) -> bool:
     """Tells whether `pack` is the hook on saved tensors of torch's checkpoint, in its forward or in its recompute.
 
     Such a hook counts the tensors that are saved: a recompute ends at the last one of the forward.
     """
-    return getattr(pack, "__qualname__", "") in _CHECKPOINT_PACKS and pack.__module__ == _checkpoint_hook.__module__
+    return getattr(pack, "__qualname__", "") in _CHECKPOINT_PACKS and pack.__module__ == checkpoint.__name__
 
 
 def check_no_transform(even_vmap: bool = False) -> None:
@@ -283,19 +273,6 @@ def _count_alone() -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def is_captured(node: torch.autograd.graph.Node) -> bool:
-    """Tells whether the running backward returns the gradient of the leaf of `node`, as `torch.autograd.grad` does.
-
-    `node` accumulates gradients into a leaf, and is then not run. torch refuses to answer for such a node, which is the
-    answer.
-    """
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True
-    return False
-
-
 def is_in_data_parallel() -> bool:
     """Tells whether the running forward is one that DistributedDataParallel has called.
 
@@ -330,13 +307,6 @@ def _cuda_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
 
 
-def is_in_selective_checkpoint() -> bool:
-    """Tells whether a selective activation checkpoint of this thread sees each operation and may keep its result."""
-    return bool(torch._C._len_torch_dispatch_stack()) and any(
-        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
-    )
-
-
 def with_autocast_of_caller(function: torch._ops.OpOverload) -> AbstractContextManager:
     """Returns the context in which a dispatch mode calls an operation as if it stood in nobody's way.
 
@@ -345,42 +315,7 @@ def with_autocast_of_caller(function: torch._ops.OpOverload) -> AbstractContextM
     their caller where no mode is.
     """
     if function.namespace == "aten" and function is not torch.ops.aten._trilinear.default:
-        return AS_IT_IS
+        return NO_CONTEXT
     with torch._C._RestorePythonTLSSnapshot():
         autocast = torch.is_autocast_enabled("cpu")
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, not autocast)
-
-
-def unseen_by_selective_checkpoints() -> AbstractContextManager:
-    """Hides the operations of the block from selective checkpoints: forward and recompute make different copies.
-
-    A checkpoint would take them for operations of the model, and in the recompute not run those of which it has a
-    result.
-    """
-    return _without_selective_checkpoints() if is_in_selective_checkpoint() else AS_IT_IS
-
-
-@contextmanager
-def _without_selective_checkpoints() -> Iterator[None]:
-    modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()][::-1]
-    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
-    for mode in others:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in others:
-            _pop_mode()
-        for mode in modes:
-            _push_mode(mode)
-
-
-def selectively_saved() -> Iterator[tuple[str, Tensor]]:
-    """Yields the results that the selective checkpoints of this thread keep, each with the name of its operation."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _SELECTIVE):
-            for operation, results in mode.storage.items():
-                for result in tree_leaves(results):
-                    value = getattr(result, "val", None)
-                    if isinstance(value, Tensor):
-                        yield str(operation), value

@@ -38,6 +38,8 @@ class FinalGradients:
 
     def __init__(self, all_final: bool = False) -> None:
         self.counting = False
+        self.has_landed = False
+        """a gradient has landed while `counting`, so uses of weights are of interest: see `use`"""
         self.take_back: Callable[[], bool] = lambda: False
         self._all_final = all_final
         self._landed: Counter[UnitTensor] = Counter()
@@ -48,11 +50,12 @@ class FinalGradients:
         """Begins a step of these units."""
         self._trusted = {unit for unit in units if self._all_final or self._was_final(unit)}
         self._landed.clear()
+        self.has_landed = False
         self._needed_late.clear()
 
     def end_step(self) -> None:
         """Ends the step: nothing counts until the next one does."""
-        self.counting = False
+        self.counting = self.has_landed = False
 
     def trusts(self, unit: OffloadUnit) -> bool:
         """Tells whether a gradient of the unit that lands now is final."""
@@ -66,6 +69,7 @@ class FinalGradients:
         if not self.counting:
             return False
         self._landed[tensor] += 1
+        self.has_landed = True
         if unit in self._trusted and self._landed[tensor] > 1 and not self._retract():
             raise NotFinalError(
                 f"a gradient of {tensor.name} came after the last that was expected",
@@ -79,7 +83,7 @@ class FinalGradients:
 
         Raises RuntimeError where its gradient was taken for final, and its update cannot be undone.
         """
-        if not self.counting or not self._landed[tensor]:
+        if not self.has_landed or not self._landed[tensor]:
             return
         if unit in self._trusted and not self._retract():
             before = "" if self._all_final else ", which it was not in the step before"

@@ -46,8 +46,8 @@ class GradientOffloader:
         self._batch_bytes = min(BATCH_BYTES, limit_bytes // 8)
         self._deferred_frees = DeferredFrees(transfer, limit_bytes - self._batch_bytes)
         self._takes_norms = False
-        # Those that have not left: unit, gradient, and whether it is final.
-        self._waiting: dict[UnitTensor, tuple[OffloadUnit, torch.Tensor, bool]] = {}
+        self.waiting: dict[UnitTensor, tuple[OffloadUnit, torch.Tensor, bool]] = {}
+        """gradients that have not left: unit, gradient, and whether it is final"""
         self._waiting_bytes = 0
         # The stream on which they were made.
         self._made_on: Stream | None = None
@@ -58,10 +58,6 @@ class GradientOffloader:
         for unit in units:
             for tensor in unit.tensors:
                 tensor.norm, tensor.is_released = None, False
-
-    def waits(self, tensor: UnitTensor) -> bool:
-        """Tells whether a gradient of the tensor has not left yet."""
-        return tensor in self._waiting
 
     def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool) -> list[Landing]:
         """Takes a gradient that backward has made on the current stream; its tensor has none that waits.
@@ -74,7 +70,7 @@ class GradientOffloader:
             self._made_on = compute
         if self._takes_norms and tensor.host.grad is None:
             self._take_norm(tensor, gradient)
-        self._waiting[tensor] = unit, gradient, is_final
+        self.waiting[tensor] = unit, gradient, is_final
         self._waiting_bytes += gradient.nbytes
         return sent + self.send() if self._waiting_bytes > self._batch_bytes else sent
 
@@ -84,10 +80,10 @@ class GradientOffloader:
         The bytes are there once `tensor.landed` is past. Returns them; the device's copies are for `free`, or for
         somebody who still needs them.
         """
-        if not self._waiting:
+        if not self.waiting:
             return []
         streams, d2h, done = self._streams, self._streams.d2h, self._streams.event()
-        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        waiting, self.waiting, self._waiting_bytes = self.waiting, {}, 0
         batch = []
         for tensor, (unit, gradient, is_final) in waiting.items():
             leaving = PendingFree(gradient, done, f"device gradient of {tensor.name}", self._made_on)

@@ -129,9 +129,9 @@ class Prefetcher:
     def fetch(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
         """Returns the slot that has `unit`, for the current compute stream to read from now on.
 
-        The unit keeps the slot while a window is open on it (`in_window` opens one, `unit.open_windows` counts), or until
-        as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
-        unit in use.
+        The unit keeps the slot while a window is open on it (`in_window` opens one, `unit.open_windows` counts them),
+        or until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot
+        has a unit in use.
         """
         if unit is self._latest and not in_window:
             slot = self.slot_of.get(unit)

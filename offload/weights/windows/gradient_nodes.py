@@ -20,6 +20,7 @@ from offload.weights.units.unit_tensor import UnitTensor
 
 # Nodes of this number or a higher one are not put in another order by microbatches side by side.
 AT_ONCE = 2**63
+GONE = "backward of a forward whose offload mode is gone: keep the mode until backward has ended"
 
 
 class GradientSink(Protocol):
@@ -42,21 +43,18 @@ class GradientSink(Protocol):
         """Called before autograd adds a gradient to that of the host parameter, where a loss has used it directly."""
         ...
 
-    def before_gradient_is_read(self) -> None:
-        """Called where a forward reads the gradient of a parameter: blocks the host until it can be read."""
-        ...
-
 
 class OnDevice(torch.autograd.Function):
     """Joins a stand-in to its host parameter in autograd's graph, so that the parameter's gradients can be asked for.
 
     Its backward gets the sum of the gradients of all uses on the device, as the leaf of a resident parameter would. Its
-    node has the node that accumulates into the parameter as `accumulates`.
+    node has the node that accumulates into the parameter as `accumulates`. `sent_to` are weak references to the sink,
+    the unit and its tensor.
     """
 
     @staticmethod
-    def forward(ctx, host: nn.Parameter, view: torch.Tensor, land: Callable) -> torch.Tensor:
-        ctx.land = land
+    def forward(ctx, host: nn.Parameter, view: torch.Tensor, sent_to: tuple[weakref.ref, ...]) -> torch.Tensor:
+        ctx.sent_to = sent_to
         ctx.set_materialize_grads(False)
         # Autograd would take the input itself for a view of it. `.data` has a version counter of its own.
         return view.data
@@ -69,14 +67,17 @@ class OnDevice(torch.autograd.Function):
         # What `left_out_of_graphs` does, without its call.
         if is_traced() or compiles_frames() is not None or torch.is_grad_enabled():
             return _landed(ctx, gradient), None, None
-        return ctx.land(gradient, ctx.accumulates), None, None
+        sink, unit, tensor = ctx.sent_to
+        if (to := sink()) is None:
+            raise RuntimeError(GONE)
+        return to.land(unit(), tensor(), gradient, ctx.accumulates), None, None
 
 
 @left_out_of_graphs
 def _landed(ctx, gradient: torch.Tensor) -> torch.Tensor | None:
     # With `create_graph`, operations of backward would make a graph.
     with torch.no_grad():
-        return ctx.land(gradient, ctx.accumulates)
+        return OnDevice.backward(ctx, gradient)[0]
 
 
 class _Share(torch.autograd.Function):
@@ -103,27 +104,15 @@ def share_of(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 def joined_to_host(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
     """Returns a tensor over `view` whose gradient goes to `sink`, and whose node comes before that of the parameter."""
     # It may outlive the step, and must not keep the device's memory alive where a mode is dropped.
-    called = weakref.ref(sink), weakref.ref(unit), weakref.ref(tensor)
+    sent_to = weakref.ref(sink), weakref.ref(unit), weakref.ref(tensor)
     with torch.inference_mode(False), torch.enable_grad():
-        joined = OnDevice.apply(tensor.host, view, functools.partial(_land, *called))
+        joined = OnDevice.apply(tensor.host, view, sent_to)
     # Kept there, because autograd makes a list of new objects whenever it is asked for the next nodes.
     joined.grad_fn.accumulates = accumulates = joined.grad_fn.next_functions[0][0]
-    accumulates.register_prehook(functools.partial(_before_host_gradient, *called))
+    accumulates.register_prehook(functools.partial(_before_host_gradient, *sent_to))
     # Run as soon as it is ready, as autograd runs what accumulates gradients.
     set_sequence_number(joined.grad_fn, AT_ONCE)
     return joined
-
-
-def _land(
-    sink: Callable[[], GradientSink | None],
-    unit: Callable[[], OffloadUnit | None],
-    tensor: Callable[[], UnitTensor | None],
-    gradient: torch.Tensor,
-    node: torch.autograd.graph.Node,
-) -> torch.Tensor | None:
-    if (to := sink()) is None:
-        raise RuntimeError("backward of a forward whose offload mode is gone: keep the mode until backward has ended")
-    return to.land(unit(), tensor(), gradient, node)
 
 
 def _before_host_gradient(
@@ -134,13 +123,3 @@ def _before_host_gradient(
 ) -> None:
     if gradients[0] is not None and (to := sink()) is not None:
         to.before_host_gradient(unit(), tensor())
-
-
-def before_reads(sink: GradientSink) -> Callable[[], None]:
-    """Returns what is called before the gradient of a parameter is read; it does not keep `sink` alive."""
-    return functools.partial(_before_read, weakref.ref(sink))
-
-
-def _before_read(sink: Callable[[], GradientSink | None]) -> None:
-    if (to := sink()) is not None:
-        to.before_gradient_is_read()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -28,15 +28,18 @@ class HeldTensors(dict):
     """The `_parameters` or `_buffers` of a module: a look-up by name of a tensor that streams calls `on_read` first.
 
     Iteration does not, so `parameters()` and `state_dict()` see what the module holds. A copy is a plain dictionary.
+    `unit` is the unit of all its tensors that stream, None where they have several.
     """
 
     def __init__(self, held: dict[str, torch.Tensor | None], on_read: OnRead):
         super().__init__(held)
         self._on_read = on_read
         self._streamed: dict[str, tuple[OffloadUnit, UnitTensor]] = {}
+        self.unit: OffloadUnit | None = None
 
     def watch(self, name: str, unit: OffloadUnit, tensor: UnitTensor) -> None:
         """Calls `on_read` for `name` from now on."""
+        self.unit = unit if self.unit is unit or not self._streamed else None
         self._streamed[name] = unit, tensor
 
     def __getitem__(self, name: str) -> torch.Tensor | None:
@@ -49,6 +52,12 @@ class HeldTensors(dict):
 
     def __reduce__(self) -> tuple:
         return dict, (dict(self),)
+
+
+class OpenTensors(HeldTensors):
+    """The class of `HeldTensors` while a window is open on their unit: a look-up tells nobody, and costs less."""
+
+    __getitem__ = dict.__getitem__
 
 
 class LeavesSlots(OwnHook):
@@ -65,9 +74,15 @@ def _copy_out_of_slots(slots: DeviceSlots, module: nn.Module, state: dict, prefi
             state[prefix + name] = tensor.clone()
 
 
-def watch_reads(units: Iterable[OffloadUnit], on_read: OnRead) -> list[nn.Module]:
-    """Calls `on_read` where code looks up a tensor of the units in its module. Returns the modules."""
+def watch_reads(
+    units: Sequence[OffloadUnit], on_read: OnRead
+) -> tuple[list[nn.Module], dict[OffloadUnit, list[HeldTensors]]]:
+    """Calls `on_read` where code looks up a tensor of the units in its module.
+
+    Returns the modules, and by unit the dictionaries that have tensors of that unit alone.
+    """
     modules: dict[nn.Module, None] = {}
+    made: list[HeldTensors] = []
     for unit in units:
         for tensor in unit.tensors:
             for attribute in tensor.attributes:
@@ -76,11 +91,11 @@ def watch_reads(units: Iterable[OffloadUnit], on_read: OnRead) -> list[nn.Module
                     # TorchScript reads the tensors of its modules without a look-up that could be noticed.
                     continue
                 if not isinstance(held, HeldTensors):
-                    held = HeldTensors(held, on_read)
+                    made.append(held := HeldTensors(held, on_read))
                     attribute.module.__dict__["_buffers" if attribute.is_buffer else "_parameters"] = held
                 held.watch(attribute.name, unit, tensor)
                 modules[attribute.module] = None
-    return list(modules)
+    return list(modules), {unit: [held for held in made if held.unit is unit] for unit in units}
 
 
 def end_watch(modules: Iterable[nn.Module]) -> None:

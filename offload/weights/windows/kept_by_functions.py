@@ -62,5 +62,5 @@ def _kept(value: object, units: Collection[OffloadUnit], saved: SavedWeights) ->
 @left_out_of_graphs
 def _bring_back(node: weakref.ref, kept: dict[str, Kept], saved: SavedWeights, gradients: tuple) -> None:
     for name, (value, named) in kept.items():
-        tensors = [each if isinstance(each, torch.Tensor) else saved.brought_back(each) for each in named]
+        tensors = [each if isinstance(each, torch.Tensor) else saved.unpack(each) for each in named]
         setattr(node(), name, replaced_in(value, tensors))

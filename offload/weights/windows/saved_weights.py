@@ -10,8 +10,9 @@ in which forward changes buffers again, to the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -19,28 +20,28 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload.memory.device_slots import DeviceSlot, DeviceSlots
 from offload.torch_private.saved_tensor_hooks import (
+    Hooks,
     Kept,
     PackHook,
     Passed,
     active_hooks,
     counting_checkpoint,
 )
+from offload.torch_private.selective_checkpoints import check_what_is_kept
 from offload.torch_private.tensor_parts import Wrapping, parts, wraps
 from offload.torch_private.torch_internals import (
-    AS_IT_IS,
+    NO_CONTEXT,
     compiles_frames,
-    innermost_saved_tensor_hooks,
     is_in_backward,
-    is_in_selective_checkpoint,
     is_traced,
     left_out_of_graphs,
     negated_view,
-    selectively_saved,
 )
 from offload.weights.gradients.final import FinalGradients
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.scopes import RunningForwards
 from offload.weights.windows.stand_ins import copy_of_frozen, frozen_stand_in
 
 
@@ -98,80 +99,66 @@ class SavedWeights:
     """The pack and unpack hooks of one attached model. `final` is told of every weight that backward asks for."""
 
     def __init__(self, slots: DeviceSlots, prefetcher: Prefetcher, final: FinalGradients):
-        self._slots = slots
+        self.slot_of = slots.slot_of
         self._prefetcher = prefetcher
         self._final = final
+        check_what_is_kept(self)
 
-    @property
-    def are_innermost(self) -> bool:
-        """True if the hooks are open in this thread, and no others inside them."""
-        active = innermost_saved_tensor_hooks(True)
-        return active is not None and getattr(active[0], "owner", None) is self
-
-    def hooks(self) -> AbstractContextManager:
+    def hooks(self, running: RunningForwards) -> AbstractContextManager:
         """Returns a context in which weights are saved by name; nested in itself it does nothing."""
-        if self.are_innermost:
-            return AS_IT_IS
         outer = active_hooks()
-        checkpoint = counting_checkpoint(outer)
-        slot_of = self._slots.slot_of
+        if outer is not None and outer[0] is running.pack:
+            return NO_CONTEXT
+        return self._opened(running, outer)
 
-        def pack(tensor: torch.Tensor) -> object:
-            slot = slot_of(tensor)
-            if slot is not None:
-                name = self._saved(tensor, slot)
-                return name if checkpoint is None else _Counted(name, Passed.to(checkpoint, tensor.detach()))
-            return Kept(tensor) if outer is None else Passed.to(outer, tensor)
+    @contextmanager
+    def _opened(self, running: RunningForwards, outer: Hooks | None) -> Iterator[None]:
+        before, running.pack = running.pack, _PackWeights(self, outer)
+        try:
+            with saved_tensors_hooks(running.pack, self.unpack):
+                yield
+        finally:
+            running.pack = before
 
-        def claims(tensor: torch.Tensor) -> bool:
-            return slot_of(tensor) is not None
-
-        return saved_tensors_hooks(PackHook(pack, self, outer, claims), self._unpack)
-
-    def check_selective_checkpoints(self) -> None:
-        """Raises RuntimeError if a selective activation checkpoint around this call keeps a weight's view of a slot.
+    def check_kept(self, operation: str, result: torch.Tensor) -> None:
+        """Raises RuntimeError for a view of a slot that a selective checkpoint keeps: see `ChecksKept`.
 
         It would use it in the recompute, when the slot has other weights.
         """
-        if not is_in_selective_checkpoint():
+        slot = self.slot_of(result)
+        if slot is None:
             return
-        for operation, kept in selectively_saved():
-            slot = self._slots.slot_of(kept)
-            if slot is not None:
-                name = "a weight"
-                if slot.content is not None and not is_in_backward():
-                    first = next(part for part in parts(kept) if self._slots.slot_of(part) is not None)
-                    name = slot.content.tensor_at(first.storage_offset() * first.itemsize).name
-                raise RuntimeError(
-                    f"a selective checkpoint saves the result of {operation}, which is a view of {name} and not on the"
-                    " device for backward: its policy must return PREFER_RECOMPUTE for this operation"
-                )
+        name = "a weight"
+        if slot.content is not None and not is_in_backward():
+            first = next(part for part in parts(result) if self.slot_of(part) is not None)
+            name = slot.content.tensor_at(first.storage_offset() * first.itemsize).name
+        raise RuntimeError(
+            f"a selective checkpoint saves the result of {operation}, which is a view of {name} and not on the device"
+            " for backward: its policy must return PREFER_RECOMPUTE for this operation"
+        )
 
     def named(self, tensor: torch.Tensor, units: Collection[OffloadUnit]) -> object | None:
-        """Returns the name of a tensor that lies in the slot of one of `units`, for `brought_back`; else None."""
-        slot = self._slots.slot_of(tensor)
-        return None if slot is None or slot.content not in units else self._saved(tensor, slot)
+        """Returns the name of a tensor that lies in the slot of one of `units`, for `unpack`; else None."""
+        slot = self.slot_of(tensor)
+        return None if slot is None or slot.content not in units else self.name_of(tensor, slot)
 
-    def brought_back(self, name: object) -> torch.Tensor:
-        """Returns the tensor of that name, in the slot where its unit is now."""
-        return self._unpack(name)
-
-    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> object:
+    def name_of(self, tensor: torch.Tensor, slot: DeviceSlot) -> object:
+        """Returns the name of a tensor that lies in `slot`, for `unpack`."""
         if wraps(tensor):
             return (
                 self._saved_stand_in(tensor, slot)
                 or self._saved_whole(tensor, slot)
                 or Wrapping.of(tensor, self._saved_part)
             )
-        unit = slot.content
-        offset = tensor.storage_offset()
-        whole = unit.tensor_at(offset * tensor.itemsize)
+        unit, offset = slot.content, tensor.storage_offset()
+        # `tensor_at`, without the call.
+        whole = unit.tensors[bisect_right(unit.starts, offset * tensor.itemsize) - 1]
         flags = tensor.is_conj(), tensor.is_neg()
         return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *whole.state, *flags)
 
     def _saved_stand_in(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedStandIn | None:
         first = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-        if wraps(first) or self._slots.slot_of(first) is not slot:
+        if wraps(first) or self.slot_of(first) is not slot:
             return None
         whole = slot.content.tensor_at(first.storage_offset() * first.itemsize)
         if whole.is_buffer or whole.device is not tensor or whole.kept_stand_in(slot) is not tensor:
@@ -190,18 +177,18 @@ class SavedWeights:
         return _SavedWhole(slot.content, whole, *whole.state, type(tensor), *described)
 
     def _saved_part(self, part: torch.Tensor) -> object:
-        slot = self._slots.slot_of(part)
-        return Kept(part) if slot is None else self._saved(part, slot)
+        slot = self.slot_of(part)
+        return Kept.of(part) if slot is None else self.name_of(part, slot)
 
-    def _unpack(self, saved: object) -> torch.Tensor:
+    def unpack(self, saved: object) -> torch.Tensor:
+        """Returns the tensor that was packed as `saved`; a weight in the slot where its unit is now."""
         # What `left_out_of_graphs` does, without its call.
         if is_traced() or compiles_frames() is not None:
             return self._unpacked(saved)
-        if type(saved) is Kept and saved.tensor._version == saved.version:
+        kind = type(saved)
+        if kind is Kept and saved.tensor._version == saved.version:
             return saved.tensor
-        if type(saved) is _SavedStandIn:
-            return self._bring_back_stand_in(saved)
-        return self._bring_back(saved) if type(saved) is _SavedWeight else self._unpacked(saved)
+        return self._bring_back(saved) if kind is _SavedWeight else self._unpacked(saved)
 
     @left_out_of_graphs
     def _unpacked(self, saved: object) -> torch.Tensor:
@@ -216,15 +203,15 @@ class SavedWeights:
         if isinstance(saved, Wrapping):
             return saved.around(self._unpacked)
         if isinstance(saved, _Counted):
-            self._unpack(saved.by_checkpoint)
-            return self._unpack(saved.name)
+            self.unpack(saved.by_checkpoint)
+            return self.unpack(saved.name)
         # Unpacking may recompute a block, and a weight unpacked just before belongs to the same operation.
         with self._prefetcher.retain_recent():
             return saved.unpack(saved.packed)
 
     def _bring_back(self, saved: _SavedWeight) -> torch.Tensor:
         unit, dtype, offset, shape, strides, tensor, version, place, conjugated, negated = saved
-        view = self._slot_for(unit, tensor, (version, place)).viewed_as(dtype).as_strided(shape, strides, offset)
+        view = self._slot_for(unit, tensor, (version, place)).typed[dtype].as_strided(shape, strides, offset)
         if conjugated:
             view = view.conj()
         if negated:
@@ -247,7 +234,7 @@ class SavedWeights:
 
     def _slot_for(self, unit: OffloadUnit, tensor: UnitTensor, state: tuple[int, object]) -> DeviceSlot:
         """Returns the slot of a weight that backward asks for. Raises RuntimeError if it is not as it was saved."""
-        if self._final.counting:
+        if self._final.has_landed:
             self._final.use(unit, tensor)
         if tensor.state != state:
             raise RuntimeError(
@@ -255,3 +242,31 @@ class SavedWeights:
                 " run backward before the optimizer's step"
             )
         return self._prefetcher.fetch(unit)
+
+
+class _PackWeights(PackHook):
+    """The pack function of `saved`, inside of the hooks `outer`."""
+
+    def __init__(self, saved: SavedWeights, outer: Hooks | None):
+        self.owner, self.outer = saved, outer
+        self._name_of, self._slot_of = saved.name_of, saved.slot_of
+        self._checkpoint = counting_checkpoint(outer)
+
+    def __call__(self, tensor: torch.Tensor) -> object:
+        if is_traced() or compiles_frames() is not None:
+            return super().__call__(tensor)
+        slot = self._slot_of(tensor)
+        if slot is None:
+            outer = self.outer
+            return Kept(tensor.detach(), tensor._version) if outer is None else Passed(outer[0](tensor), outer[1])
+        name, checkpoint = self._name_of(tensor, slot), self._checkpoint
+        return name if checkpoint is None else _Counted(name, Passed.to(checkpoint, tensor.detach()))
+
+    @property
+    def pack(self) -> PackHook:
+        """What is called where torch.compile leaves it out of its graphs."""
+        return self
+
+    def claims(self, tensor: torch.Tensor) -> bool:
+        """Tells whether the tensor is a weight: it is saved by name whatever hooks stand inside."""
+        return self._slot_of(tensor) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,30 +12,16 @@ from offload.torch_private.block_attributes import STANDS_FOR
 from offload.torch_private.buffer_states import changes_unseen, may_change, may_write_unseen, version
 from offload.torch_private.running_microbatch import SideBySideError, running_microbatch
 from offload.torch_private.tensor_parts import STATE, parts, replaced_in, state_of, wraps
-from offload.torch_private.torch_internals import (
-    AS_IT_IS,
-    gradient_hooks,
-    set_sequence_number,
-    storage_address,
-)
+from offload.torch_private.torch_internals import NO_CONTEXT, set_sequence_number, storage_address
 from offload.weights.units.layouts import over
 from offload.weights.units.placement import ModuleAttribute, give_memory
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
-from offload.weights.windows.gradient_nodes import (
-    AT_ONCE,
-    GradientSink,
-    OnDevice,
-    before_reads,
-    joined_to_host,
-    share_of,
-)
-from offload.weights.windows.stand_in_class import class_like, data_was_taken, forget_data_taken, give_data, like_host
+from offload.weights.windows.gradient_nodes import AT_ONCE, GradientSink, OnDevice, joined_to_host, share_of
+from offload.weights.windows.stand_in_class import DATA_TAKEN, forget_data_taken, give_data, like_host
 
 
-def install_stand_ins(
-    unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink, units: Sequence[OffloadUnit] = ()
-) -> None:
+def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink, units: Sequence[OffloadUnit]) -> None:
     """Makes modules hold the unit's tensors as views of `slot`.
 
     Where a module holds another tensor than the host's, that is its user's own (`torch.func.functional_call`, a buffer
@@ -44,53 +30,74 @@ def install_stand_ins(
     RuntimeError in one line for one that its module has no more.
     `units` are all that have homes. `sink` gets the gradient of a parameter when autograd has summed it.
     """
-    device, before_read = slot.bytes.device, before_reads(sink)
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else AS_IT_IS:
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else NO_CONTEXT:
         for tensor in unit.tensors:
-            stand_in = None
+            host, stand_in = tensor.host, None
             for attribute in tensor.attributes:
-                current = attribute.tensor
-                if current is tensor.host:
-                    stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink, before_read)
+                # `attribute.tensor` and `attribute.assign`, without the calls: most windows are opened here.
+                held = attribute.module._buffers if tensor.is_buffer else attribute.module._parameters
+                if isinstance(held, dict) and held.get(attribute.name) is host and not attribute.is_recurrent:
+                    if stand_in is None:
+                        stand_in = _stand_in(unit, tensor, slot, sink)
+                    held[attribute.name] = stand_in
+                elif attribute.tensor is host:
+                    stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink)
                     attribute.assign(stand_in)
-                    tensor.installed.append((attribute, stand_in, None))
-                elif running_microbatch() is not None and not tensor.is_buffer:
-                    raise SideBySideError(f"{tensor.name} is replaced (torch.func.functional_call)")
-                elif current is None and not tensor.is_buffer and attribute.name not in attribute.tensors:
-                    raise tensor.is_gone()
-                elif current is not None and current.device.type == "cpu" and _is_elsewhere(current, units, device):
-                    own = current.to(device, copy=True)
-                    attribute.assign(own)
-                    tensor.installed.append((attribute, own, current))
+                else:
+                    _install_own(tensor, attribute, slot, units)
+                    continue
+                tensor.installed.append((attribute, stand_in, None))
+
+
+def _install_own(
+    tensor: UnitTensor, attribute: ModuleAttribute, slot: DeviceSlot, units: Sequence[OffloadUnit]
+) -> None:
+    """Brings what a module holds in place of the host's tensor to the device, if it is not there."""
+    current = attribute.tensor
+    if running_microbatch() is not None and not tensor.is_buffer:
+        raise SideBySideError(f"{tensor.name} is replaced (torch.func.functional_call)")
+    if current is None and not tensor.is_buffer and attribute.name not in attribute.tensors:
+        raise tensor.is_gone()
+    if current is not None and current.device.type == "cpu" and _is_elsewhere(current, units, slot.bytes.device):
+        own = current.to(slot.bytes.device, copy=True)
+        attribute.assign(own)
+        tensor.installed.append((attribute, own, current))
 
 
 def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
     """Makes modules hold the unit's host tensors. Returns those that forward may have changed in the slot."""
-    changed, there = [], slot.bytes.untyped_storage().data_ptr()
+    changed = []
     for tensor in unit.tensors:
         for attribute, stand_in, own in tensor.installed:
-            if own is not None:
-                _put_back(tensor, attribute, stand_in, own)
-            elif stand_in.shape != tensor.shape and attribute.tensor is stand_in:
-                # A buffer that forward has resized. Its module keeps it.
-                attribute.assign(stand_in.to(tensor.host.device))
-                tensor.own_copy = None
-            elif (
-                (held := attribute.tensor) is stand_in
-                or _is_in_slot(held, slot)
-                or (tensor.is_buffer and _take_replacement(tensor, attribute))
-            ):
-                attribute.assign(tensor.host)
-        if tensor.device is not None and tensor.installed:
-            may_have_changed = _may_have_changed(tensor) if tensor.is_buffer else _was_changed(tensor, slot, there)
-            if may_have_changed:
-                changed.append(tensor)
-                if tensor.own_copy is not None:
-                    for target, source in zip(parts(tensor.device), parts(tensor.own_copy), strict=True):
-                        target.data.copy_(source)
+            held = attribute.module._buffers if tensor.is_buffer else attribute.module._parameters
+            is_held = own is None and isinstance(held, dict) and held.get(attribute.name) is stand_in
+            if is_held and not attribute.is_recurrent and stand_in.shape == tensor.shape:
+                held[attribute.name] = tensor.host
+            else:
+                _take_out(tensor, attribute, slot, stand_in, own)
+        if tensor.device is not None and tensor.installed and _has_changed(tensor, slot):
+            changed.append(tensor)
+            if tensor.own_copy is not None:
+                for target, source in zip(parts(tensor.device), parts(tensor.own_copy), strict=True):
+                    target.data.copy_(source)
         tensor.own_copy = None
         tensor.installed.clear()
     return changed
+
+
+def _take_out(
+    tensor: UnitTensor, attribute: ModuleAttribute, slot: DeviceSlot, stand_in: torch.Tensor, own: torch.Tensor | None
+) -> None:
+    """Takes what a module holds now out of the window, where that is not simply the stand-in."""
+    held = attribute.tensor
+    if own is not None:
+        _put_back(tensor, attribute, stand_in, own)
+    elif stand_in.shape != tensor.shape and held is stand_in:
+        # A buffer that forward has resized. Its module keeps it.
+        attribute.assign(stand_in.to(tensor.host.device))
+        tensor.own_copy = None
+    elif held is stand_in or _is_in_slot(held, slot) or (tensor.is_buffer and _take_replacement(tensor, attribute)):
+        attribute.assign(tensor.host)
 
 
 def forget_stand_ins(unit: OffloadUnit) -> None:
@@ -140,13 +147,12 @@ def drop_stand_ins(unit: OffloadUnit) -> None:
 def copy_of_stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
     """Returns a copy of the stand-in, which needs no slot. For autograd it is a use of the stand-in."""
     # A tensor of inference mode would have no version counter, which shows whether code has written to it.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else AS_IT_IS:
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else NO_CONTEXT:
         views = [view.data for view in tensor.views_of(slot.bytes)]
         if not tensor.trains:
             copies = [view.clone() for view in views]
             return over(tensor.host, copies) if tensor.is_buffer else _frozen(tensor.host, copies)
-        before_read = before_reads(sink)
-        copy = _joined(unit, tensor, views[0], sink, before_read).clone()
+        copy = _joined(unit, tensor, views[0], sink).clone()
         if copy.grad_fn is not None:
             # Its gradient is added to those of other uses when it is made, as without the copy.
             set_sequence_number(copy.grad_fn, AT_ONCE)
@@ -161,19 +167,25 @@ def _is_elsewhere(own: torch.Tensor, units: Sequence[OffloadUnit], device: torch
     return any(0 <= own.data_ptr() - home.data_ptr() < home.numel() for home in homes)
 
 
-def _stand_in(
-    unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink, before_read: Callable[[], None]
-) -> torch.Tensor:
+def _stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
+    views = tensor.slot_views.get(slot.index) or tensor.views_in(slot)
+    if not (tensor.is_buffer or tensor.layout.is_compound):
+        stand_in = tensor.joined
+        if stand_in is None or running_microbatch() is not None:
+            stand_in = _joined(unit, tensor, views[0], sink)
+        else:
+            object.__setattr__(stand_in, "data", views[0])
+        tensor.device, tensor.device_version = stand_in, stand_in._version
+        stand_in.__dict__.pop(DATA_TAKEN, None)
+        if tensor.host.__dict__:
+            forget_data_taken(stand_in)
+        return stand_in
     if tensor.is_buffer:
         # `.data` has a version counter of its own, which shows whether forward changed a buffer.
-        tensor.device = view = over(tensor.host, [view.data for view in tensor.views_in(slot)])
+        tensor.device = view = over(tensor.host, [view.data for view in views])
         if any(may_change((attribute.module, attribute.name)) for attribute in tensor.attributes):
             # Autograd would save a view of the slot by name, and find there what later forwards make of it.
             tensor.own_copy = view.clone()
-    elif tensor.host.requires_grad:
-        tensor.device = _joined(unit, tensor, tensor.views_in(slot)[0], sink, before_read)
-    elif not tensor.layout.is_compound:
-        tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
     else:
         # Without the stand-in of another slot, the parts of the kept one count as those of `device`.
         tensor.device = None
@@ -196,23 +208,24 @@ def _frozen(host: nn.Parameter, memory: list[torch.Tensor]) -> torch.Tensor:
     return stand_in
 
 
-def _joined(
-    unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink, before_read: Callable[[], None]
-) -> torch.Tensor:
-    """Returns the stand-in of a parameter that trains, with `view` as its data: one a step, and the same in the next.
+def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+    """Returns the stand-in of a parameter, with `view` as its data: one a step, and the same in the next.
 
     Autograd then sums the gradients of all its uses before they leave, as it would for a resident parameter. Where
     microbatches run side by side, each has its share of the stand-in, which sums the gradients of its uses first.
     """
-    # A stand-in without its node was frozen by a forward.
-    if tensor.joined is None or tensor.joined.grad_fn is None:
-        before, tensor.joined_before = tensor.joined_before, None
-        is_alike = before is not None and _serves_again(before, tensor.host)
-        joined = before if is_alike else joined_to_host(unit, tensor, view, sink)
-        tensor.joined = like_host(joined, tensor.host, before_read)
+    if tensor.joined is None:
+        joined, tensor.joined_before = tensor.joined_before, None
+        if joined is not None and _serves_again(joined, tensor.host):
+            joined.__dict__.clear()
+        elif tensor.trains:
+            joined = joined_to_host(unit, tensor, view, sink)
+        else:
+            joined = nn.Parameter(view.data, requires_grad=False)
+        tensor.joined = like_host(joined, tensor.host)
     give_data(tensor.joined, view)
     microbatch = running_microbatch()
-    if microbatch is None:
+    if microbatch is None or not tensor.trains:
         return tensor.joined
     if microbatch not in tensor.shares:
         tensor.shares[microbatch] = like_host(share_of(tensor.joined, view.data), tensor.host)
@@ -221,17 +234,10 @@ def _joined(
 
 
 def _serves_again(joined: torch.Tensor, host: nn.Parameter) -> bool:
-    """Tells whether the stand-in of an earlier step is as one made now, but for attributes, which it gets.
-
-    Its user may have put hooks on it or changed it, or have replaced the parameter.
-    """
-    node = joined.grad_fn
-    if type(node) is not OnDevice._backward_cls or node.accumulates.variable is not host:
-        return False
-    if any(gradient_hooks(joined)) or joined.retains_grad or type(joined) is not class_like(type(host)):
-        return False
-    joined.__dict__.clear()
-    return True
+    """Tells whether the stand-in of an earlier step is that of `host`, which its user may have replaced or frozen."""
+    # An operation in place has given it another node.
+    is_joined = type(joined.grad_fn) is OnDevice._backward_cls
+    return joined.__dict__[STANDS_FOR] is host and host.requires_grad == is_joined
 
 
 def _take_replacement(tensor: UnitTensor, attribute: ModuleAttribute) -> bool:
@@ -263,36 +269,31 @@ def _is_in_slot(held: torch.Tensor | None, slot: DeviceSlot) -> bool:
     return all(storage_address(part.untyped_storage()) == here for part in parts(held))
 
 
-def _may_have_changed(tensor: UnitTensor) -> bool:
-    held = tensor.device if tensor.own_copy is None else tensor.own_copy
-    writes = version(tensor.own_copy)
-    tensor.writes += writes
-    return (
-        tensor.count_writes()
-        or writes > 0
-        or any(changes_unseen(held, may_write_unseen(attribute.module)) for attribute in tensor.attributes)
-    )
-
-
-def _was_changed(tensor: UnitTensor, slot: DeviceSlot, there: int) -> bool:
-    """Tells whether a forward changed a parameter: in place, or by giving it other data, which goes into the slot.
-
-    `there` is the address of the slot.
-    """
-    device, is_compound = tensor.device, tensor.layout.is_compound
-    data_taken = data_was_taken(device) and not is_compound
-    # The forward may have given it other parts.
-    for part in tensor.device_parts_now() if is_compound else (device,):
-        if part.untyped_storage().data_ptr() != there:
+def _has_changed(tensor: UnitTensor, slot: DeviceSlot) -> bool:
+    """Tells whether a forward may have changed a tensor in `slot`: in place, or by giving it other data."""
+    device = tensor.device
+    if tensor.is_buffer:
+        held = device if tensor.own_copy is None else tensor.own_copy
+        writes = version(tensor.own_copy)
+        tensor.writes += writes
+        unseen = any(changes_unseen(held, may_write_unseen(attribute.module)) for attribute in tensor.attributes)
+        return tensor.count_writes() or writes > 0 or unseen
+    if tensor.layout.is_compound:
+        there = slot.bytes.untyped_storage().data_ptr()
+        # The forward may have given it other parts. Quantised weights are read through `.data`, and not written so.
+        if any(part.untyped_storage().data_ptr() != there for part in tensor.device_parts_now()):
             return _take_data(tensor, slot)
-    if not is_compound and device.stride() != tensor.strides:
-        # The same memory in another order, as `weight.data.t()` is.
+        return tensor.count_writes()
+    (view,) = tensor.views_in(slot) if slot.index not in tensor.slot_views else tensor.slot_views[slot.index]
+    if device.data_ptr() != view.data_ptr() or device.stride() != tensor.strides:
+        # Other memory, or the same in another order, as `weight.data.t()` is.
         return _take_data(tensor, slot)
-    # A write through `.data` does not count for autograd. Quantised weights are read so, and not written.
+    # A write through `.data` does not count for autograd.
+    data_taken = DATA_TAKEN in device.__dict__
     if data_taken and running_microbatch() is not None:
         # Whether it was a write matters to the other microbatches.
         tensor.writes += differs_from_home(tensor)
-    return tensor.count_writes() or data_taken
+    return (device._version != tensor.device_version and tensor.count_writes()) or data_taken
 
 
 def _take_data(tensor: UnitTensor, slot: DeviceSlot) -> bool:

@@ -90,6 +90,15 @@ def stack_inputs(step: int, microbatch: int, device: str | None = None) -> torch
     return torch.randn(5, 8, generator=generator, device="cpu").to(device or torch.get_default_device())
 
 
+def normal(*shape: int) -> Callable[[int, int], torch.Tensor]:
+    """Returns inputs of this shape, others for each step and microbatch."""
+
+    def inputs(step: int, microbatch: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    return inputs
+
+
 def train(
     model: nn.Module,
     mode,

@@ -35,14 +35,14 @@ def pair(name: str, outer: Hooks | None = None, claims=None) -> Hooks:
 
 def test_a_kept_tensor_is_the_tensor_without_its_graph():
     tensor = torch.ones(3, requires_grad=True).exp()
-    found = Kept(tensor).checked()
+    found = Kept.of(tensor).checked()
     assert found.data_ptr() == tensor.data_ptr()
     assert found.grad_fn is None
 
 
 def test_a_kept_tensor_that_was_modified_is_reported():
     tensor = torch.ones(3)
-    kept = Kept(tensor)
+    kept = Kept.of(tensor)
     tensor.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a torch.float32 tensor of shape \(3,\)"):
         kept.checked()

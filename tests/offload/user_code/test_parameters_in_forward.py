@@ -15,8 +15,6 @@ from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.user_code import (
     EVERY_MODE,
-    NoMode,
-    descend,
     same_as_resident,
     train_step,
     under,
@@ -47,87 +45,32 @@ class Linear16(nn.Linear):
         super().__init__(16, 16)
 
 
-def double(parameter: nn.Parameter) -> None:
-    parameter.grad.mul_(2)
-
-
-class Hooked(Linear16):
-    """Registers a hook on its gradient in its first forward, which is there ever after."""
-
+class Hooking(Linear16):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "handle"):
-            self.handle = self.weight.register_hook(lambda gradient: gradient * 0.5)
-            self.weight.register_post_accumulate_grad_hook(double)
+        self.weight.register_hook(lambda gradient: gradient * 0.5)
         return super().forward(hidden)
 
 
 class Freezing(Linear16):
-    """Sets what trains in each forward."""
-
-    trains = True
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.weight.requires_grad_(self.trains)
         self.bias.requires_grad = True
+        self.weight.requires_grad_(False)
         return super().forward(hidden)
-
-
-def freezing_later(model: nn.Module, mode) -> list[torch.Tensor]:
-    seen = [train_step(model, mode)]
-    model.blocks[1].trains = False
-    for step in (1, 2):
-        with mode.step():
-            model(stack_inputs(step, 0)).square().mean().backward()
-        seen += gradients(model)
-        descend(model)
-    return seen
-
-
-@EVERY_MODE
-def test_hooks_that_a_forward_registers_stay(make: Callable):
-    same_as_resident(make, three_steps, stack_of(Hooked))
-
-
-@EVERY_MODE
-def test_a_forward_sets_what_trains(make: Callable):
-    same_as_resident(make, freezing_later, stack_of(Freezing))
-
-
-def test_a_weight_that_begins_to_train_in_the_forward_that_reads_it_is_refused():
-    model, mode = stack_of(Freezing)(), LayerStream()
-    model.requires_grad_(False)
-    model.stem.requires_grad_(True)
-    with under(mode, model), pytest.raises(RuntimeError, match="begins to train inside a forward") as refused:
-        train_step(model, mode)
-    assert "\n" not in str(refused.value)
 
 
 class ReadsGradient(Linear16):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        scale = 1.0 if self.weight.grad is None else 1.0 + self.weight.grad.norm()
-        return super().forward(hidden) * scale
+        return super().forward(hidden) * (1.0 if self.weight.grad is None else 2.0)
 
 
 @EVERY_MODE
-@pytest.mark.parametrize("by_accumulate", [False, True])
-def test_a_forward_reads_gradients_of_before(make: Callable, by_accumulate: bool):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        with mode.step():
-            for microbatch in range(2):
-                loss = model(stack_inputs(0, microbatch)).square().mean()
-                loss.backward()
-        for parameter in model.parameters():
-            # Gradients that are there make microbatches run one after another.
-            parameter.grad.mul_(0.5)
-        with mode.step():
-            if by_accumulate and mode is not NoMode:
-                mode.accumulate([lambda m=m: model(stack_inputs(1, m)).square().mean() for m in range(2)])
-            else:
-                for microbatch in range(2):
-                    model(stack_inputs(1, microbatch)).square().mean().backward()
-        return gradients(model)
-
-    same_as_resident(make, scenario, stack_of(ReadsGradient))
+@pytest.mark.parametrize("block", [Hooking, Freezing, ReadsGradient])
+def test_what_only_a_leaf_can_do_is_refused_in_a_forward(make: Callable, block: type):
+    model, mode = stack_of(block)(), make()
+    refusal = pytest.raises(RuntimeError, match=r"^a weight that streams .* inside a forward")
+    with under(mode, model), refusal as refused:
+        train_step(model, mode)
+    assert "\n" not in str(refused.value)
 
 
 @EVERY_MODE

@@ -244,18 +244,6 @@ def test_a_change_that_would_be_lost_is_refused():
         train_step(model, mode)
 
 
-def test_a_copy_for_a_forward_in_inference_mode():
-    class Model(Mixers):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return super().forward(hidden) * self.blocks[1].out.weight.mean()
-
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        with torch.inference_mode():
-            return [model(stack_inputs(0, 0))]
-
-    same_as_resident(lambda: BounceLinear(outside="stream", slots=1), scenario, Model)
-
-
 def test_a_weight_that_is_kept_elsewhere_is_named():
     """On a GPU torch refuses to compute with it, on the CPU the stream checker does."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,8 +31,6 @@ class PositionTable(nn.Module):
             "view": lambda: self.weight[:count],
             "buffer": lambda: self.table,
             "nested": lambda: {"cos_sin": (self.table[:count], [self.weight])},
-            "object": lambda: SimpleNamespace(cos=self.table[:count], sin=[self.weight]),
-            "distribution": lambda: torch.distributions.Normal(self.table[:count], self.weight.square()[0]),
         }[self.kind]()
 
 
@@ -47,55 +44,18 @@ class WithPositions(nn.Module):
         if isinstance(positions, dict):
             cos, (sin,) = positions["cos_sin"]
             positions = cos * sin
-        elif isinstance(positions, SimpleNamespace):
-            positions = positions.cos * positions.sin[0]
-        elif isinstance(positions, torch.distributions.Normal):
-            positions = positions.log_prob(x)
         for block in self.blocks[1:]:
             x = torch.tanh(block(x)) + positions
         return x
 
 
 @EVERY_MODE
-@pytest.mark.parametrize("kind", ["parameter", "view", "buffer", "nested", "object", "distribution"])
+@pytest.mark.parametrize("kind", ["parameter", "view", "buffer", "nested"])
 def test_a_module_that_returns_its_own_tensor(make: Callable, kind: str):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         return [evaluate(model), train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
 
     same_as_resident(make, scenario, lambda: WithPositions(kind))
-
-
-@EVERY_MODE
-@pytest.mark.parametrize(
-    ("leave", "strides"),
-    [(lambda w: w.expand(3, -1, -1), (0, 8, 1)), (lambda w: w[1:, :4], (8, 1)), (lambda w: w.t(), (1, 8))],
-    ids=["expanded", "part", "turned"],
-)
-def test_what_leaves_has_its_strides(make: Callable, leave: Callable, strides: tuple[int, ...]):
-    """By the strides of its input a matrix product chooses its kernel, which rounds in its own way."""
-    found = []
-
-    class Table(PositionTable):
-        def forward(self, count: int) -> torch.Tensor:
-            return leave(self.weight)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([Table("parameter"), *(nn.Linear(8, 8) for _ in range(5))])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            positions = self.blocks[0](len(x))
-            found.append(positions.stride())
-            for block in self.blocks[1:]:
-                x = torch.tanh(block(x))
-            return x * positions.square().sum()
-
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        return [evaluate(model), train_step(model, mode), train_step(model, mode, 1)]
-
-    same_as_resident(make, scenario, Model)
-    assert set(found) == {strides}
 
 
 class Conjugates(nn.Module):

@@ -106,14 +106,14 @@ def test_small_gradients_leave_together(at_home: OffloadUnit, streams: CheckedSt
     gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=1024)
     gradients.begin_step([at_home], norms=True)
     assert gradients.land(at_home, first, of(3.0), is_final=False) == []
-    assert gradients.waits(first)
+    assert first in gradients.waiting
     assert first.host.grad is None
     assert gradients.land(at_home, second, of(4.0), is_final=True) == []
     batch = gradients.send()
     assert [(landing.tensor, landing.is_final) for landing in batch] == [(first, False), (second, True)]
     assert batch[0].leaving.done is batch[1].leaving.done is first.landed is second.landed
     assert (first.host.grad.item(), second.host.grad.item()) == (3.0, 4.0)
-    assert not gradients.waits(first)
+    assert first not in gradients.waiting
     assert gradients.send() == []
     # Those that have earlier gradients are added to them together.
     gradients.free([landing.leaving for landing in batch])

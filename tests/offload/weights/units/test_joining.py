@@ -20,7 +20,7 @@ SMALL = 1024
 
 
 @pytest.fixture(autouse=True)
-def small_units_join(small_units_travel_alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_units_join(small_things_move, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "SMALL_BYTES", SMALL)
 
 

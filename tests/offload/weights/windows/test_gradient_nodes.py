@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +10,7 @@ from offload.memory.host_memory import HostArena
 from offload.weights.units.partition import CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
-from offload.weights.windows.gradient_nodes import before_reads, joined_to_host, share_of
+from offload.weights.windows.gradient_nodes import joined_to_host, share_of
 
 
 class Sink:
@@ -33,9 +30,6 @@ class Sink:
 
     def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
         self.before_host.append(tensor)
-
-    def before_gradient_is_read(self) -> None:
-        self.reads += 1
 
 
 @pytest.fixture
@@ -86,17 +80,6 @@ def test_an_undefined_gradient_does_not_land(unit: OffloadUnit):
     sink = Sink()
     Nothing.apply(joined_to_host(unit, unit.tensors[0], torch.ones(3, 3), sink)).sum().backward()
     assert not sink.landed
-
-
-def test_what_announces_a_read_does_not_keep_the_sink():
-    sink = Sink()
-    announce, there = before_reads(sink), weakref.ref(sink)
-    announce()
-    assert sink.reads == 1
-    del sink
-    gc.collect()
-    assert there() is None
-    announce()
 
 
 def test_a_share_sums_its_uses_for_the_parameter():

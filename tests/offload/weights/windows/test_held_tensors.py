@@ -12,7 +12,7 @@ from torch import nn
 from offload.weights.units.partition import CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
-from offload.weights.windows.held_tensors import HeldTensors, end_watch, watch_reads
+from offload.weights.windows.held_tensors import HeldTensors, OpenTensors, end_watch, watch_reads
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def layer() -> nn.BatchNorm1d:
 
 
 def watched(layer: nn.Module, on_read) -> list[nn.Module]:
-    return watch_reads(cut(layer, [CutPoint("layer", layer)]).units, on_read)
+    return watch_reads(cut(layer, [CutPoint("layer", layer)]).units, on_read)[0]
 
 
 def test_a_read_by_attribute_is_noticed_and_may_be_answered(layer: nn.BatchNorm1d):
@@ -69,3 +69,25 @@ def test_the_end_of_the_watch_keeps_what_modules_hold(layer: nn.BatchNorm1d):
     assert list(layer.state_dict()) == names
     assert all(one is other for one, other in zip(layer.parameters(), tensors, strict=True))
     assert layer.weight is tensors[0]
+
+
+def test_a_dictionary_of_one_unit_is_returned_and_tells_nobody_while_its_window_is_open(layer: nn.BatchNorm1d):
+    seen: list[str] = []
+    units = cut(layer, [CutPoint("layer", layer)]).units
+    _, held = watch_reads(units, lambda unit, tensor: seen.append(tensor.name))
+    assert [each is layer._parameters or each is layer._buffers for each in held[units[0]]] == [True, True]
+    for each in held[units[0]]:
+        each.__class__ = OpenTensors
+    assert layer.weight is not None
+    assert not seen
+    end_watch([layer])
+    assert type(layer._parameters) is type(layer._buffers) is dict
+
+
+def test_a_dictionary_of_two_units_is_none_of_either():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].bias = model[0].bias
+    units = cut(model, [CutPoint("first", model[0]), CutPoint("second", model[1])]).units
+    _, held = watch_reads(units, lambda unit, tensor: None)
+    assert [len(held[unit]) for unit in units] == [1, 0]
+    end_watch(list(model))

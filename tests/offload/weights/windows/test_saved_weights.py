@@ -34,10 +34,11 @@ def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
 def test_hooks_that_are_nested_in_themselves_do_nothing():
     model, mode = Stack(), LayerStream(slots=1)
     with attached(mode, model):
-        saved = mode._streamer._windows._saved
-        with saved.hooks():
+        windows = mode._streamer._windows
+        saved, running = windows._saved, windows.threads.running
+        with saved.hooks(running):
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            with saved.hooks():
+            with saved.hooks(running):
                 assert torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks
 
 

@@ -140,7 +140,7 @@ def test_after_an_interrupt_a_forward_computes_with_the_weights_of_now():
         for _ in range(2):
             for parameter in (*model.parameters(), *twin.parameters()):
                 parameter.data.mul_(1.5)
-            assert not mode._streamer._windows._threads.running.scopes
+            assert not mode._streamer._windows.threads.running.scopes
             found = model(stack_inputs(0, 0))
     assert torch.equal(found, twin(stack_inputs(0, 0)))
 
