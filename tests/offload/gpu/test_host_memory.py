@@ -23,17 +23,12 @@ from offload.modes.none import Resident
 from offload.streams import registry
 from tests import ROOT
 from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, made_model
-from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU
-from tests.offload.helpers.models import assert_same, attached, stack_inputs, train
+from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, gpu_inputs
+from tests.offload.helpers.models import assert_same, attached, train
 from tests.offload.helpers.page_locks import RecordedRuntime
-from tests.offload.helpers.small import make_small
 
-pytestmark = ON_A_GPU
+pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("small")]
 GPU = torch.device("cuda", 0)
-
-
-def inputs(step: int, microbatch: int) -> torch.Tensor:
-    return stack_inputs(step, microbatch, "cuda")
 
 
 @pytest.fixture
@@ -64,9 +59,8 @@ def assert_usable() -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_that_is_dropped_in_mid_step_unlocks_its_memory_first(
-    name: str, where: str, runtime: RecordedRuntime, cuda_streams: registry.Streams, monkeypatch: pytest.MonkeyPatch
+    name: str, where: str, runtime: RecordedRuntime, cuda_streams: registry.Streams
 ):
-    make_small(monkeypatch)
     for locked in check_attempts(name, where, cuda_streams, attempts=10):
         # torch's own allocator locks that of save_on_cpu, and keeps it.
         assert (locked > 0 and name in LOCKING) == (sum(runtime.ranges.values()) > 0)
@@ -76,36 +70,28 @@ def test_a_mode_that_is_dropped_in_mid_step_unlocks_its_memory_first(
 
 @pytest.mark.parametrize("name", LOCKING)
 def test_a_mode_whose_memory_cannot_be_locked_trains_all_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
-    make_small(monkeypatch)
-    expected = train(made_model(), Resident(), inputs, device="cuda")
+    expected = train(made_model(), Resident(), gpu_inputs, device="cuda")
     runtime = RecordedRuntime(refuse=True)
     runtime.install(monkeypatch)
     message = r"page-locking .* failed with part or all of the requested memory range is already mapped, CUDA error 712"
     with pytest.warns(RuntimeWarning, match=message):
-        result = train(made_model(), MODES[name](), inputs, device="cuda")
+        result = train(made_model(), MODES[name](), gpu_inputs, device="cuda")
     assert_same(result, expected)
     assert runtime.refused
     monkeypatch.undo()
     assert_usable()
 
 
-def test_a_range_that_is_locked_already_is_refused_without_a_pending_error():
+def test_what_cannot_be_locked_or_unlocked_leaves_no_pending_error():
     arena = HostArena(GPU)
     block = arena.allocate(2**20, "weights")
-    assert "CUDA error 712" in lock_pages(block.bytes.data_ptr(), 4096, GPU)
+    assert "CUDA error 712" in lock_pages(block.bytes.data_ptr(), 4096, GPU), "it is locked already"
     assert_usable()
     arena.close()
-
-
-def test_a_range_that_is_not_memory_is_refused_without_a_pending_error():
-    assert "CUDA error" in lock_pages(2**20, 2**50, GPU)
+    assert "CUDA error" in lock_pages(2**20, 2**50, GPU), "it is no memory"
     assert_usable()
-
-
-def test_unlocking_what_is_not_locked_leaves_no_pending_error():
-    memory = torch.zeros(2**20, dtype=torch.uint8)
-    torch.zeros(1, device="cuda")
-    unlock_pages(memory.data_ptr(), GPU, wait=True)
+    unlocked = torch.zeros(2**20, dtype=torch.uint8)
+    unlock_pages(unlocked.data_ptr(), GPU, wait=True)
     assert_usable()
 
 
@@ -191,16 +177,14 @@ resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 import torch
 from offload.modes.none import Resident
 from tests.offload.helpers.dropped import MODES, made_model
-from tests.offload.helpers.models import assert_same, stack_inputs, train
+from tests.offload.helpers.late import gpu_inputs
+from tests.offload.helpers.models import assert_same, train
 
-def inputs(step, microbatch):
-    return stack_inputs(step, microbatch, "cuda")
-
-expected = train(made_model(), Resident(), inputs, device="cuda")
+expected = train(made_model(), Resident(), gpu_inputs, device="cuda")
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):
-        result = train(made_model(), MODES["layer_stream"](), inputs, device="cuda")
+        result = train(made_model(), MODES["layer_stream"](), gpu_inputs, device="cuda")
         torch.cuda.synchronize()
         assert_same(result, expected)
 warned = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]

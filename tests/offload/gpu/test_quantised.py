@@ -15,14 +15,9 @@ pytestmark = ON_A_GPU
 
 @pytest.mark.usefixtures("delayed", "poisoned")
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_resident(kind: str):
-    same_as_resident(Model(kind), LayerStream(slots=1), device="cuda")
-
-
-@pytest.mark.usefixtures("delayed", "poisoned")
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_resident_where_what_trains_stays(kind: str):
-    same_as_resident(Model(kind), LayerStream(slots=2, trained="device"), device="cuda")
+@pytest.mark.parametrize("knobs", [{"slots": 1}, {"slots": 2, "trained": "device"}], ids=str)
+def test_equals_resident(knobs: dict, kind: str):
+    same_as_resident(Model(kind), LayerStream(**knobs), device="cuda")
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -6,16 +6,11 @@ import pytest
 import torch
 
 from offload.modes import shard_offload
-from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from tests.offload.helpers.late import ON_A_GPU
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
+from tests.offload.helpers.late import ON_A_GPU, gpu_inputs
+from tests.offload.helpers.models import Stack, attached, same_as_resident, train
 
 pytestmark = ON_A_GPU
-
-
-def inputs(step: int, microbatch: int) -> torch.Tensor:
-    return stack_inputs(step, microbatch, "cuda")
 
 
 @pytest.mark.usefixtures("delayed", "poisoned")
@@ -26,12 +21,9 @@ def test_equals_resident(
     shards: int, slots: int, checkpoint: bool, boundary: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    sharded, resident = with_copy(Stack(width=64, dropout=0.2))
     mode = ShardOffload(shards=shards, slots=slots, checkpoint=checkpoint, boundary=boundary)
-    assert_same(
-        train(sharded, mode, inputs, microbatches=microbatches, device="cuda"),
-        train(resident, Resident(), inputs, microbatches=microbatches, device="cuda"),
-    )
+    model = Stack(width=64, dropout=0.2)
+    same_as_resident(model, mode, gpu_inputs, microbatches=microbatches, device="cuda")
 
 
 def test_boundary_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch):
@@ -56,5 +48,5 @@ def test_no_device_memory_is_left_behind():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        train(Stack(width=64), ShardOffload(shards=2), inputs, device="cuda")
+        train(Stack(width=64), ShardOffload(shards=2), gpu_inputs, device="cuda")
     assert torch.cuda.memory_allocated() == before

@@ -16,8 +16,8 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.tensor_swap import TensorSwap
 from offload.streams.transfer import Transfer
-from tests.offload.helpers.late import ON_A_GPU
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
+from tests.offload.helpers.late import ON_A_GPU, gpu_inputs
+from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, train, with_copy
 
 pytestmark = ON_A_GPU
 
@@ -26,10 +26,6 @@ WEIGHTS = {
     "layer_stream": lambda: LayerStream(slots=2),
     "bounce_linear": lambda: BounceLinear(slots=2),
 }
-
-
-def inputs(step: int, microbatch: int) -> torch.Tensor:
-    return stack_inputs(step, microbatch, "cuda")
 
 
 @pytest.fixture
@@ -43,9 +39,8 @@ def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("budget", [0, 20000, "auto"])
 def test_equals_resident(budget: int | str, weights: str, checkpointing: str | None):
-    swapped, resident = with_copy(Stack(width=64, recompute=checkpointing, dropout=0.2))
     mode = TensorSwap(WEIGHTS[weights](), budget=budget)
-    assert_same(train(swapped, mode, inputs, device="cuda"), train(resident, Resident(), inputs, device="cuda"))
+    same_as_resident(Stack(width=64, recompute=checkpointing, dropout=0.2), mode, gpu_inputs, device="cuda")
 
 
 @pytest.mark.usefixtures("delayed", "little_in_flight")
@@ -53,13 +48,9 @@ def test_equals_resident_with_convolutions_in_bf16():
     model = nn.Sequential(
         nn.Conv1d(5, 16, 3), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(48, 4)
     ).bfloat16()
-
-    def signal(step: int, microbatch: int) -> torch.Tensor:
-        return inputs(step, microbatch).bfloat16().expand(3, 5, 8)
-
-    swapped, resident = with_copy(model)
-    expected = train(resident, Resident(), signal, device="cuda")
-    assert_same(train(swapped, TensorSwap(Resident()), signal, device="cuda"), expected)
+    same_as_resident(
+        model, TensorSwap(Resident()), lambda *place: gpu_inputs(*place).bfloat16().expand(3, 5, 8), device="cuda"
+    )
 
 
 @pytest.mark.usefixtures("little_in_flight")
@@ -75,10 +66,8 @@ def test_the_delays_would_show_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Transfer, "_copy", late_copy)
     monkeypatch.setattr(Transfer, "await_on", lambda self, stream, event: None)
-    swapped, resident = with_copy(Stack(width=64))
-    broken = train(swapped, TensorSwap(Resident()), inputs, device="cuda", steps=1)
     with pytest.raises(AssertionError):
-        assert_same(broken, train(resident, Resident(), inputs, device="cuda", steps=1))
+        same_as_resident(Stack(width=64), TensorSwap(Resident()), gpu_inputs, device="cuda", steps=1)
 
 
 @pytest.mark.usefixtures("little_in_flight")
@@ -91,10 +80,10 @@ def test_parts_of_a_backward_and_graphs_that_are_dropped(monkeypatch: pytest.Mon
         found = []
         with attached(mode, model, "cuda"), mode.step():
             for seed in range(6):
-                loss = model(inputs(seed, 0).repeat(50, 1)).square().mean()
+                loss = model(gpu_inputs(seed, 0).repeat(50, 1)).square().mean()
                 found += torch.autograd.grad(loss, list(model.blocks[-1].parameters()))
                 del loss
-            model(inputs(9, 0)).square().mean().backward()
+            model(gpu_inputs(9, 0)).square().mean().backward()
             found += [parameter.grad for parameter in model.parameters()]
         return [gradient.cpu() for gradient in found]
 
@@ -180,9 +169,7 @@ def test_tensors_of_the_host_stay():
         def forward(self, batch):
             return self.layer(batch)[torch.tensor([0, 2, 3])].square() * torch.ones((), dtype=torch.float32)
 
-    swapped, resident = with_copy(Mixed())
-    expected = train(resident, Resident(), inputs, device="cuda")
-    assert_same(train(swapped, TensorSwap(Resident()), inputs, device="cuda"), expected)
+    same_as_resident(Mixed(), TensorSwap(Resident()), gpu_inputs, device="cuda")
 
 
 def test_copies_hide_behind_compute_with_an_automatic_budget():
@@ -221,8 +208,8 @@ def test_save_on_cpu_has_the_residents_loss_and_gradients():
     options = {"steps": 1, "device": "cuda"}
     weights = len(list(resident.parameters()))
     torch.testing.assert_close(
-        train(saved, SaveOnCpu(Resident()), inputs, **options)[:-weights],
-        train(resident, Resident(), inputs, **options)[:-weights],
+        train(saved, SaveOnCpu(Resident()), gpu_inputs, **options)[:-weights],
+        train(resident, Resident(), gpu_inputs, **options)[:-weights],
         rtol=1e-3,
         atol=1e-5,
     )

@@ -151,10 +151,8 @@ def test_a_wait_for_the_ring_that_is_missing_would_show(monkeypatch: pytest.Monk
 def test_equals_updates_in_turn_in_bf16_with_clipping(microbatches: int):
     ours, theirs = with_copy(Stack(width=64).bfloat16())
     options = {"microbatches": microbatches, "clip_norm": 0.01}
-    assert_same(
-        train(ours, LayerStream(slots=2), False, **options),
-        train(theirs, LayerStream(slots=2), None, **options),
-    )
+    expected = train(theirs, LayerStream(slots=2), None, **options)
+    assert_same(train(ours, LayerStream(slots=2), False, **options), expected)
 
 
 @pytest.mark.usefixtures("delayed", "poisoned", "worker")
@@ -163,10 +161,8 @@ def test_equals_updates_in_turn_where_some_steps_are_undone(mode: str):
     """A limit that clips some of the steps, by updates that begin before the norm is known."""
     ours, theirs = with_copy(Stack(width=64).bfloat16())
     options = {"microbatches": 1, "clip_norm": 0.1}
-    assert_same(
-        train(ours, MODES[mode](), False, **options, speculation=Speculation(0.1, 1 << 26)),
-        train(theirs, MODES[mode](), None, **options),
-    )
+    seen = train(ours, MODES[mode](), False, **options, speculation=Speculation(0.1, 1 << 26))
+    assert_same(seen, train(theirs, MODES[mode](), None, **options))
 
 
 @needs_compiler
@@ -174,10 +170,7 @@ def test_equals_updates_in_turn_where_some_steps_are_undone(mode: str):
 def test_equals_updates_in_turn_with_the_compiled_kernel(early: bool):
     ours, theirs = with_copy(Stack(width=256, depth=8).bfloat16())
     options = {"microbatches": 1, "compile": "auto"}
-    assert_same(
-        train(ours, LayerStream(), early, **options),
-        train(theirs, LayerStream(), None, **options),
-    )
+    assert_same(train(ours, LayerStream(), early, **options), train(theirs, LayerStream(), None, **options))
 
 
 @needs_compiler
@@ -188,10 +181,8 @@ def test_updates_of_host_and_device_equal_those_of_the_resident_model(share: int
     pytest.importorskip("triton", reason="needs Triton")
     ours, theirs = with_copy(Stack(width=256, depth=8).to(dtype))
     options = {"microbatches": 1, "compile": "auto"}
-    assert_same(
-        train(ours, LayerStream(), True, device_share=share, **options),
-        train(theirs, Resident(), None, **options),
-    )
+    seen = train(ours, LayerStream(), True, device_share=share, **options)
+    assert_same(seen, train(theirs, Resident(), None, **options))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,6 +6,7 @@ NaN: then a missing wait shows in the numbers.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 
@@ -19,16 +20,21 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
 from offload.streams import registry
 from offload.streams.transfer import Transfer
-from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, make_late
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
+from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, gpu_inputs, make_late
+from tests.offload.helpers.models import (
+    Stack,
+    assert_same,
+    attached,
+    same_as_resident,
+    stack_inputs,
+    train,
+    with_copy,
+)
 
 pytestmark = ON_A_GPU
-
-
-def inputs(step: int, microbatch: int) -> torch.Tensor:
-    return stack_inputs(step, microbatch, "cuda")
 
 
 @pytest.mark.usefixtures("delayed", "poisoned")
@@ -36,30 +42,21 @@ def inputs(step: int, microbatch: int) -> torch.Tensor:
 @pytest.mark.parametrize("mode", [BounceLinear, LayerStream])
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_equals_resident(slots: int, mode: type, recompute: str | None):
-    streamed, resident = with_copy(Stack(width=64, recompute=recompute, dropout=0.2))
-    assert_same(
-        train(streamed, mode(slots=slots), inputs, device="cuda"),
-        train(resident, Resident(), inputs, device="cuda"),
-    )
+    model = Stack(width=64, recompute=recompute, dropout=0.2)
+    same_as_resident(model, mode(slots=slots), gpu_inputs, device="cuda")
 
 
 @pytest.mark.usefixtures("delayed", "poisoned")
 def test_equals_resident_in_bf16_with_convolutions():
     model = nn.Sequential(nn.Conv1d(5, 16, 3), nn.BatchNorm1d(16), nn.GELU(), nn.Flatten(), nn.Linear(96, 4)).bfloat16()
-
-    def signal(step: int, microbatch: int) -> torch.Tensor:
-        return inputs(step, microbatch).bfloat16().expand(3, 5, 8)
-
-    streamed, resident = with_copy(model)
-    assert_same(
-        train(streamed, BounceLinear(slots=1), signal, device="cuda"),
-        train(resident, Resident(), signal, device="cuda"),
+    same_as_resident(
+        model, BounceLinear(slots=1), lambda *place: gpu_inputs(*place).bfloat16().expand(3, 5, 8), device="cuda"
     )
 
 
 @pytest.mark.usefixtures("delayed", "poisoned")
 @pytest.mark.parametrize("where", ["inference", "lone forwards"])
-@pytest.mark.parametrize("mode", [BounceLinear, LayerStream])
+@pytest.mark.parametrize("mode", [BounceLinear, LayerStream, lambda slots: ShardOffload(shards=2, slots=slots)])
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_forwards_in_a_row_and_weights_that_change_right_after(slots: int, mode: type, where: str):
     def run(model: nn.Module, mode: Mode) -> list[torch.Tensor]:
@@ -67,7 +64,8 @@ def test_forwards_in_a_row_and_weights_that_change_right_after(slots: int, mode:
         with attached(mode, model, "cuda"):
             for _ in range(3):
                 with mode.inference() if where == "inference" else torch.no_grad():
-                    seen += [model(inputs(0, index)) for index in range(3)]
+                    # Of several shapes.
+                    seen += [model(gpu_inputs(index, 0)[: 1 + index % 3]).clone() for index in range(6)]
                 for parameter in model.parameters():
                     parameter.data.mul_(1.5)
         return [result.cpu() for result in seen]
@@ -104,13 +102,7 @@ class Statistics(nn.Module):
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("slots", [1, 2])
 def test_buffers_bare_parameters_and_recurrent_layers(slots: int):
-    streamed, resident = with_copy(Statistics())
-    assert_same(
-        train(streamed, LayerStream(slots=slots), inputs, device="cuda"),
-        train(resident, Resident(), inputs, device="cuda"),
-    )
-    for (name, one), other in zip(streamed.named_buffers(), resident.buffers(), strict=True):
-        assert torch.equal(one, other), name
+    same_as_resident(Statistics(), LayerStream(slots=slots), gpu_inputs, device="cuda")
 
 
 @pytest.mark.parametrize("broken", ["ready", "free"])
@@ -129,9 +121,9 @@ def test_the_delays_would_show_a_missing_wait(broken: str, monkeypatch: pytest.M
 
         monkeypatch.setattr(registry, "CudaStreams", Unordered)
     streamed, resident = with_copy(Stack(width=64))
-    broken_run = train(streamed, BounceLinear(slots=2), inputs, device="cuda", steps=2)
+    broken_run = train(streamed, BounceLinear(slots=2), gpu_inputs, device="cuda", steps=2)
     monkeypatch.undo()
-    expected = train(resident, Resident(), inputs, device="cuda", steps=2)
+    expected = train(resident, Resident(), gpu_inputs, device="cuda", steps=2)
     assert any(not torch.equal(one, other) for one, other in zip(broken_run, expected, strict=True))
 
 
@@ -161,15 +153,8 @@ def test_blocks_are_page_locked_in_place_at_exact_size():
 def test_a_model_on_the_second_device_while_the_first_is_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    streamed, resident = with_copy(Stack(width=64))
-
-    def second(step: int, microbatch: int) -> torch.Tensor:
-        return stack_inputs(step, microbatch, "cuda:1")
-
-    assert_same(
-        train(streamed, BounceLinear(slots=2), second, device="cuda:1"),
-        train(resident, Resident(), second, device="cuda:1"),
-    )
+    second = functools.partial(stack_inputs, device="cuda:1")
+    same_as_resident(Stack(width=64), BounceLinear(slots=2), second, device="cuda:1")
 
 
 def test_a_forward_on_a_side_stream_is_ordered():
@@ -182,7 +167,7 @@ def test_a_forward_on_a_side_stream_is_ordered():
             side.wait_stream(torch.cuda.current_stream())
             with mode.step(), torch.cuda.stream(side):
                 torch.cuda._sleep(DELAY_CYCLES)
-                model(inputs(0, 0)).square().mean().backward()
+                model(gpu_inputs(0, 0)).square().mean().backward()
             torch.cuda.synchronize()
             return [p.grad.cpu() for p in model.parameters()]
 
@@ -195,7 +180,7 @@ def test_a_step_allocates_nothing_on_the_device_after_the_first():
         allocations = []
         for step in range(6):
             with mode.step():
-                model(inputs(step, 0)).square().mean().backward()
+                model(gpu_inputs(step, 0)).square().mean().backward()
             model.zero_grad()
             allocations.append(torch.cuda.memory_stats()["num_device_alloc"])
     assert allocations[1:] == allocations[1:2] * 5
@@ -203,12 +188,12 @@ def test_a_step_allocates_nothing_on_the_device_after_the_first():
 
 def test_no_device_memory_is_left_behind():
     # The first run leaves the workspace of cuBLAS.
-    train(Stack(width=64), BounceLinear(slots=2), inputs, device="cuda")
+    train(Stack(width=64), BounceLinear(slots=2), gpu_inputs, device="cuda")
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        train(Stack(width=64), BounceLinear(slots=2), inputs, device="cuda")
+        train(Stack(width=64), BounceLinear(slots=2), gpu_inputs, device="cuda")
     assert torch.cuda.memory_allocated() == before
 
 
@@ -222,7 +207,7 @@ def test_a_loss_that_uses_weights_on_the_host_adds_its_gradient_to_the_one_that_
     found = []
     for model, how in ((streamed, mode(slots=2)), (resident, Resident())):
         with attached(how, model, "cuda"), how.step():
-            (model(inputs(0, 0)).square().mean() + decay(model).to("cuda")).backward()
+            (model(gpu_inputs(0, 0)).square().mean() + decay(model).to("cuda")).backward()
         found.append([p.grad.cpu() for p in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -233,7 +218,7 @@ def test_backward_runs_in_the_thread_of_the_step(mode):
     """In another one it would wait for Python's lock at every gradient."""
     model, threads = Stack(width=64), []
     with attached(mode, model, "cuda"), mode.step():
-        loss = model(stack_inputs(0, 0, "cuda")).sum()
+        loss = model(gpu_inputs(0, 0)).sum()
         loss.register_hook(lambda _: threads.append(threading.get_ident()))
         loss.backward()
     assert threads == [threading.get_ident()]

@@ -7,6 +7,7 @@ import torch
 
 from offload.streams.transfer import Transfer
 from offload.weights.prefetching.prefetcher import Prefetcher
+from tests.offload.helpers.models import stack_inputs
 
 ON_A_GPU = [
     pytest.mark.gpu,
@@ -16,6 +17,11 @@ ON_A_GPU = [
 
 # About half a millisecond: longer than the host needs to queue a whole small step's next operation.
 DELAY_CYCLES = 1_000_000
+
+
+def gpu_inputs(step: int, microbatch: int) -> torch.Tensor:
+    """Returns the inputs of `stack_inputs`, on the GPU."""
+    return stack_inputs(step, microbatch, "cuda")
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:

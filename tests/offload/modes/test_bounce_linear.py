@@ -20,34 +20,27 @@ from tests.offload.helpers.models import (
     Stack,
     assert_same,
     attached,
+    normal,
+    same_as_resident,
     stack_inputs,
     tokens,
     train,
-    with_copy,
 )
-
-
-def same_as_resident(model: nn.Module, inputs=stack_inputs, mode: BounceLinear | None = None, **options) -> None:
-    streamed, resident = with_copy(model)
-    assert_same(
-        train(streamed, mode or BounceLinear(slots=2), inputs, **options),
-        train(resident, Resident(), inputs, **options),
-    )
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("slots", [1, 2, 3, 9])
 def test_equals_resident(slots: int, recompute: str | None):
-    same_as_resident(Stack(recompute=recompute, dropout=0.3), mode=BounceLinear(slots=slots))
+    same_as_resident(Stack(recompute=recompute, dropout=0.3), BounceLinear(slots=slots))
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_equals_resident_with_accumulation(microbatches: int):
-    same_as_resident(Stack(), microbatches=microbatches)
+    same_as_resident(Stack(), BounceLinear(slots=2), microbatches=microbatches)
 
 
 def test_equals_resident_in_bf16():
-    same_as_resident(Stack().bfloat16(), lambda step, micro: stack_inputs(step, micro).bfloat16())
+    same_as_resident(Stack().bfloat16(), BounceLinear(slots=2), lambda *place: stack_inputs(*place).bfloat16())
 
 
 def test_equals_resident_under_autocast():
@@ -56,13 +49,13 @@ def test_equals_resident_under_autocast():
         def forward(self, inputs):
             return super().forward(inputs)
 
-    same_as_resident(Autocast(), mode=BounceLinear(slots=1))
-    same_as_resident(Autocast(recompute="non-reentrant"), mode=BounceLinear(slots=1))
+    for recompute in (None, "non-reentrant"):
+        same_as_resident(Autocast(recompute=recompute), BounceLinear(slots=1))
 
 
 @pytest.mark.parametrize("amount", ["3", "40%", "3KiB", 9])
 def test_equals_resident_with_some_layers_resident(amount: str | int):
-    same_as_resident(Stack(), mode=BounceLinear(slots=2, resident=amount))
+    same_as_resident(Stack(), BounceLinear(slots=2, resident=amount))
 
 
 def test_resident_layers_are_not_copied():
@@ -81,7 +74,7 @@ def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
     model = Stack()
     for parameter in (*model.stem.parameters(), *model.blocks[0].parameters()):
         parameter.requires_grad = False
-    same_as_resident(copy.deepcopy(model))
+    same_as_resident(copy.deepcopy(model), BounceLinear(slots=2))
     mode = BounceLinear(slots=1)
     plan = mode.footprint(model)
     with attached(mode, model):
@@ -106,15 +99,7 @@ def test_parameters_outside_layers_stream_with_the_layer_that_follows(slots: int
     plan = mode.footprint(model)
     assert plan.resident_bytes == 0
     assert plan.units == BounceLinear().footprint(model).units
-    same_as_resident(model, mode=mode)
-
-
-def test_parameters_outside_layers_stream_in_odd_models():
-    def inputs(step, microbatch):
-        return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
-
-    same_as_resident(Attending(), inputs, BounceLinear(outside="stream", slots=2))
-    same_as_resident(Shared(), tokens, BounceLinear(outside="stream", slots=2))
+    same_as_resident(model, mode)
 
 
 class Quantised(nn.Linear):
@@ -163,8 +148,8 @@ def test_adapters_on_quantised_layers():
 
 
 def test_shared_and_tied_weights_have_one_home():
-    same_as_resident(Shared(), tokens)
     mode, model = BounceLinear(slots=2), Shared()
+    same_as_resident(model, mode, tokens)
     assert mode.footprint(model).host_weight_bytes == 256 * 3
     with attached(mode, model):
         assert model.again.weight is model.layer.weight
@@ -201,7 +186,7 @@ class Mixture(nn.Module):
 
 
 def test_layers_of_other_packages_stream_too():
-    same_as_resident(Mixture())
+    same_as_resident(Mixture(), BounceLinear(slots=2))
     footprint = BounceLinear(slots=2).footprint(Mixture())
     # The experts; the router, whose 96 bytes take 256. The table and the list, which their parent reads, stay.
     assert footprint.host_weight_bytes == 4 * 3 * 8 * 8 + 256
@@ -223,12 +208,7 @@ class Convolutional(nn.Module):
 
 
 def test_convolutions_with_batch_norm():
-    def images(step, microbatch):
-        return torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + microbatch))
-
-    streamed, resident = with_copy(Convolutional())
-    assert_same(train(streamed, BounceLinear(slots=1), images), train(resident, Resident(), images))
-    assert torch.equal(streamed.norm.running_var, resident.norm.running_var)
+    same_as_resident(Convolutional(), BounceLinear(slots=1), normal(2, 3, 9, 9))
 
 
 class Attending(nn.Module):
@@ -244,19 +224,17 @@ class Attending(nn.Module):
         return self.head(self.layer(hidden) * self.scale)
 
 
-def test_modules_that_read_their_children_directly():
-    def inputs(step, microbatch):
-        return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
-
-    same_as_resident(Attending(), inputs)
+@pytest.mark.parametrize("outside", ["resident", "stream"])
+def test_modules_that_read_their_children_directly_and_weights_that_are_shared(outside: str):
+    mode = BounceLinear(outside=outside, slots=2)
+    same_as_resident(Attending(), mode, normal(2, 5, 8))
+    same_as_resident(Shared(), mode, tokens)
 
 
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 2, 3, 8)])
 def test_inputs_of_any_dimension(shape: tuple[int, ...]):
-    same_as_resident(
-        nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4)),
-        lambda step, micro: torch.randn(shape, generator=torch.Generator().manual_seed(step)),
-    )
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4))
+    same_as_resident(model, BounceLinear(slots=2), normal(*shape))
 
 
 def test_keyword_input_and_root_linear():
@@ -294,10 +272,7 @@ def checkpointed(depth: int = 3) -> nn.Module:
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_a_weight_unpacked_before_the_recompute_that_its_operation_starts(slots: int):
     """Autograd may fetch a product's weight first and then its input, whose recompute uses the whole block."""
-
-    def inputs(step, microbatch):
-        return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
-
+    inputs = normal(2, 3, 8)
     assert_same(train(checkpointed(), BounceLinear(slots=slots), inputs), train(checkpointed(), Resident(), inputs))
 
 
@@ -333,7 +308,7 @@ class Wandering(nn.Module):
 
 
 def test_steps_that_depart_from_the_recorded_order():
-    same_as_resident(Wandering(), mode=BounceLinear(slots=3), steps=8, microbatches=1)
+    same_as_resident(Wandering(), BounceLinear(slots=3), steps=8, microbatches=1)
 
 
 def test_include_and_exclude_choose_layers():
@@ -341,21 +316,8 @@ def test_include_and_exclude_choose_layers():
     assert BounceLinear(include=["blocks.*"]).footprint(model).units == 8
     assert BounceLinear(include=["blocks.*"], exclude=["*.up"]).footprint(model).units == 4
     assert BounceLinear(exclude=["*"]).footprint(model).units == 0
-    same_as_resident(model, mode=BounceLinear(include=["*.down", "head"]))
-    same_as_resident(model, mode=BounceLinear(exclude=["*"]))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slots": 0}, "slots=0: must be at least 1"),
-        ({"slots": 2, "prefetch": 2}, "prefetch=2: must be below slots=2"),
-        ({"pin": "yes"}, "pin=yes: must be auto or off"),
-    ],
-)
-def test_knobs_out_of_range_are_refused(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        BounceLinear(**options)
+    for knobs in ({"include": ["*.down", "head"]}, {"exclude": ["*"]}):
+        same_as_resident(model, BounceLinear(**knobs))
 
 
 def test_held_and_moved_bytes_are_those_of_the_footprint():

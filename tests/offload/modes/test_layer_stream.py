@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,31 +12,23 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from tests.offload.helpers.models import Block, Stack, assert_same, attached, stack_inputs, train, with_copy
-
-
-def same_as_resident(model: nn.Module, inputs=stack_inputs, mode: LayerStream | None = None, **options) -> None:
-    streamed, resident = with_copy(model)
-    assert_same(
-        train(streamed, mode or LayerStream(slots=1), inputs, **options),
-        train(resident, Resident(), inputs, **options),
-    )
-    for (name, one), other in zip(streamed.named_buffers(), resident.buffers(), strict=True):
-        assert torch.equal(one, other), name
-
-
-def normal(*shape: int):
-    def inputs(step: int, microbatch: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + microbatch))
-
-    return inputs
+from tests.offload.helpers.models import (
+    Block,
+    Stack,
+    assert_same,
+    attached,
+    normal,
+    same_as_resident,
+    stack_inputs,
+    with_copy,
+)
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("outside", ["resident", "stream"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_equals_resident(slots: int, outside: str, recompute: str | None):
-    same_as_resident(Stack(recompute=recompute, dropout=0.3), mode=LayerStream(slots=slots, outside=outside))
+    same_as_resident(Stack(recompute=recompute, dropout=0.3), LayerStream(slots=slots, outside=outside))
 
 
 class ResidualConvolutions(nn.Module):
@@ -69,7 +63,7 @@ class ResidualConvolutions(nn.Module):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_buffers_stream_and_their_updates_come_home(slots: int, recompute: bool):
-    same_as_resident(ResidualConvolutions(recompute), normal(2, 3, 6, 6), LayerStream(slots=slots))
+    same_as_resident(ResidualConvolutions(recompute), LayerStream(slots=slots), normal(2, 3, 6, 6))
 
 
 def test_a_buffer_that_forward_replaces_comes_home():
@@ -84,7 +78,7 @@ def test_a_buffer_that_forward_replaces_comes_home():
 
     model = Stack()
     model.blocks = nn.ModuleList(Counting(16) for _ in range(3))
-    same_as_resident(model)
+    same_as_resident(model, LayerStream(slots=1))
 
 
 def test_evaluation_uses_running_statistics():
@@ -124,10 +118,6 @@ class BareParameters(nn.Module):
         return hidden
 
 
-def test_bare_parameters():
-    same_as_resident(BareParameters())
-
-
 def test_bare_parameters_with_checkpointing_wrapped_around_a_blocks_forward_are_read_from_slots():
     """The recompute must open the window again: it multiplies with the parameter in the slot, not with the host's."""
     model, mode = BareParameters(), LayerStream(slots=1)
@@ -161,16 +151,11 @@ class TwoTowers(nn.Module):
         return left * right
 
 
-@pytest.mark.parametrize("layers", ["left", "right", None])
-def test_two_towers(layers: str | None):
-    same_as_resident(TwoTowers(), mode=LayerStream(layers=layers, slots=2))
-
-
 def test_a_block_listed_twice_and_weights_tied_across_blocks():
     model = Stack()
     model.blocks[1].up.weight = model.blocks[3].up.weight
     model.blocks.append(model.blocks[0])
-    same_as_resident(model, mode=LayerStream(slots=2))
+    same_as_resident(model, LayerStream(slots=2))
     assert LayerStream().footprint(model).units == 4
 
 
@@ -185,10 +170,6 @@ class Recurrent(nn.Module):
         return hidden
 
 
-def test_recurrent_layers():
-    same_as_resident(Recurrent(), normal(2, 4, 8))
-
-
 def test_recurrent_layers_compute_with_the_slot():
     model, mode = Recurrent(), LayerStream(slots=1)
     with attached(mode, model), torch.no_grad():
@@ -200,14 +181,26 @@ def test_recurrent_layers_compute_with_the_slot():
         assert inside["after"] is layer.weight_ih_l0
 
 
-def test_transformer_encoder():
+def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    same_as_resident(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), normal(2, 5, 8))
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "knobs"),
+    [
+        (BareParameters, stack_inputs, {"slots": 1}),
+        *((TwoTowers, stack_inputs, {"slots": 2, "layers": layers}) for layers in ("left", "right", None)),
+        (Recurrent, normal(2, 4, 8), {"slots": 1}),
+        (encoder, normal(2, 5, 8), {"slots": 1}),
+    ],
+)
+def test_blocks_of_many_kinds(make: Callable, inputs: Callable, knobs: dict):
+    same_as_resident(make(), LayerStream(**knobs), inputs)
 
 
 def test_transformer_encoder_fast_path_in_evaluation():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    model = encoder().eval()
     inputs = normal(2, 5, 8)(0, 0)
     with torch.no_grad():
         expected = model(inputs)
@@ -280,20 +273,3 @@ def test_copies_are_named_in_a_profile():
     # Those that leave together have the name of the first.
     for copied in ("copy out gradient of blocks.3.", "copy in earlier gradient of blocks.3."):
         assert any(name.startswith(copied) for name in names)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"outside": "device"}, "outside=device: must be resident or stream"),
-        ({"slots": 0}, "slots=0"),
-    ],
-)
-def test_knobs_out_of_range_are_refused(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        LayerStream(**options)
-
-
-def test_a_wrong_path_is_refused_with_the_lists_of_the_model():
-    with pytest.raises(ValueError, match=r"layers=model.layers: no list of blocks there; .*left, right"):
-        LayerStream(layers="model.layers").footprint(TwoTowers())

@@ -16,19 +16,21 @@ from torch import nn
 from offload.modes import shard_offload
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, stack_inputs, train, with_copy
+from tests.offload.helpers.models import (
+    Stack,
+    assert_same,
+    attached,
+    normal,
+    same_as_resident,
+    stack_inputs,
+    train,
+    with_copy,
+)
 
 
 @pytest.fixture(autouse=True)
 def small_boundaries_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-
-
-def normal(*shape: int):
-    def inputs(step: int, microbatch: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + microbatch))
-
-    return inputs
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -51,13 +53,10 @@ def test_equals_resident_with_few_slots_and_resident_shards(slots: int, resident
 def test_a_sequential_of_linear_layers(precision: torch.dtype, checkpoint: bool, microbatches: int):
     """The model of fairscale's own test, with random inputs, over several steps."""
 
-    def inputs(step: int, microbatch: int) -> torch.Tensor:
-        return normal(32, 2)(step, microbatch).to(precision)
-
     layers = [nn.Linear(2, 20), *(nn.Linear(20, 20) for _ in range(10)), nn.Linear(20, 2)]
     model = nn.Sequential(*layers).to(precision)
     mode = ShardOffload(shards=2, checkpoint=checkpoint)
-    same_as_resident(model, mode, inputs, microbatches=microbatches)
+    same_as_resident(model, mode, lambda *place: normal(32, 2)(*place).to(precision), microbatches=microbatches)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -25,6 +25,7 @@ def test_a_mode_says_where_it_cuts():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
+        ({"outside": "device"}, "outside=device: must be resident or stream"),
         ({"slots": 0}, "slots=0: must be at least 1"),
         ({"slots": 2, "prefetch": 2}, "prefetch=2: must be below slots=2, because the unit that computes"),
         ({"prefetch": -1}, "prefetch=-1: must be at least 0"),
