@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.faults import exits, full_disk, kills, wandb_kills
+from tests.faults import exits, kills
 from tests.faults.outcome import Outcome, table
 
 ALL = 10**9
@@ -39,8 +39,6 @@ class Part:
 PARTS = (
     Part("kills", 200, kills.survey, "resumes and ends bitwise equal"),
     Part("exits", ALL, exits.survey, "resumes from a whole checkpoint, ends bitwise equal"),
-    Part("wandb-kills", 10, wandb_kills.survey, "goes on with one warning, ends bitwise equal"),
-    Part("sizes", full_disk.LARGEST + 1, full_disk.survey, "goes on with a warning, keeps the checkpoint before"),
 )
 
 
@@ -50,7 +48,7 @@ def main(arguments: list[str]) -> int:
     work = Path(tempfile.mkdtemp(prefix="faults-"))
     outcomes, until = [], time.monotonic() + options.minutes * 60
     for part in PARTS:
-        planned = getattr(options, part.name.replace("-", "_"))
+        planned = getattr(options, part.name)
         if planned == 0:
             continue
         outcome = Outcome(part.name, part.expected, planned, until)

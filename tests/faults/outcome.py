@@ -21,7 +21,6 @@ class Outcome:
         until: the time.monotonic() at which the part ends, with the cases that it has.
         kinds: how many cases were of each kind.
         wrong: one line for each case that did not do what it must.
-        skipped: why the part could not run at all.
     """
 
     part: str
@@ -30,7 +29,6 @@ class Outcome:
     until: float
     kinds: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    skipped: str | None = None
     seconds: float = 0.0
 
     @property
@@ -65,7 +63,6 @@ class Outcome:
             "expected": self.expected,
             "kinds": dict(self.kinds),
             "wrong": self.wrong,
-            "skipped": self.skipped,
             "seconds": round(self.seconds, 1),
         }
 
@@ -76,6 +73,7 @@ def table(outcomes: Iterable[Outcome]) -> str:
     for outcome in outcomes:
         kinds = ", ".join(f"{count} {kind}" for kind, count in outcome.kinds.items())
         count = f"{outcome.cases}" if outcome.cases == outcome.planned else f"{outcome.cases} of {outcome.planned}"
-        cases = f"skipped: {outcome.skipped}" if outcome.skipped else f"{count} ({kinds})"
-        lines.append(f"| {outcome.part} | {cases} | {outcome.good} | {outcome.expected} | {outcome.seconds:.0f} |")
+        lines.append(
+            f"| {outcome.part} | {count} ({kinds}) | {outcome.good} | {outcome.expected} | {outcome.seconds:.0f} |"
+        )
     return "\n".join(lines)

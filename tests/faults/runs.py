@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -171,10 +171,10 @@ class Whole:
         folders = checkpoints_in(run_dir / CHECKPOINTS_FOLDER)
         return cls({step_of(folder): content(folder) for folder in folders}, curve(run_dir))
 
-    def problem(self, run_dir: Path, steps: int | None = None, ignored: Sequence[str] = ()) -> str | None:
+    def problem(self, run_dir: Path, steps: int | None = None) -> str | None:
         """Returns in one line in what the results in `run_dir` are damaged or differ; None if they are good.
 
-        A run with `steps` has been completed, with that many. `ignored` are files of checkpoints that may differ.
+        A run with `steps` has been completed, with that many.
         """
         for folder in checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
             try:
@@ -182,7 +182,7 @@ class Whole:
             except DamagedError as error:
                 return str(error)
             found, wanted = content(folder), self.contents[step_of(folder)]
-            if differing := [name for name in wanted if found.get(name) != wanted[name] and name not in ignored]:
+            if differing := [name for name in wanted if found.get(name) != wanted[name]]:
                 return f"{folder} differs from the uninterrupted run in {', '.join(differing)}"
         records = curve(run_dir) if (run_dir / METRICS_FILE).exists() else []
         if records != self.records[: len(records)]:

@@ -88,8 +88,7 @@ class Tracker:
 
     Args:
         mode: `online`, `offline`, `disabled` (wandb is not imported), or `auto`: the mode that WANDB_MODE or the
-            command `wandb offline` chose, otherwise online if an API key is configured, otherwise offline. An empty
-            variable counts as one that is not set.
+            command `wandb offline` chose, otherwise online if an API key is configured, otherwise offline.
         project, entity: None leaves the choice to wandb's own settings.
         group: None takes the sweep's, which the sweep launcher writes to OFFLOAD_SWEEP_GROUP.
         config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
@@ -227,8 +226,6 @@ class Tracker:
             self._give_up(f"wandb did not finish within {_FINISH_LIMIT_S:.0f} s")
             _kill_service()
             self._thread.join(_KILLED_LIMIT_S)
-            if self._thread.is_alive():
-                _silence_exit_handlers()
         self._thread = None
 
     def _submit(self, task: _Task | None) -> None:
@@ -349,24 +346,6 @@ def _kill_service() -> None:
         with suppress(psutil.Error):
             if child.name().startswith("wandb-core"):
                 child.kill()
-
-
-def _silence_exit_handlers() -> None:
-    """Keeps the failures of wandb's exit handlers from the console: a thread that still starts wandb registers them.
-
-    They fail because the service was killed, and the run has warned about that.
-    """
-    report = sys.unraisablehook
-
-    def report_others(failure: "sys.UnraisableHookArgs") -> None:
-        module = getattr(failure.object, "__module__", "")
-        if failure.object is None and failure.exc_traceback is not None:
-            # Since Python 3.13 the handler itself is not given.
-            module = failure.exc_traceback.tb_frame.f_globals.get("__name__")
-        if not str(module).startswith("wandb."):
-            report(failure)
-
-    sys.unraisablehook = report_others
 
 
 def _sync_command(sync_dir: Path) -> str:

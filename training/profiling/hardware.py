@@ -180,8 +180,7 @@ def rss_gib(sharers: int = 1) -> float:
 
 
 def _resident_shared_bytes() -> int:
-    """Returns the resident bytes of shared memory of this process, libraries left out; 0 where the system has no
-    number for them."""
+    """Returns the resident bytes of shared memory of this process, without libraries; 0 if the system tells none."""
     with suppress(OSError), open("/proc/self/status", "rb") as file:
         for line in file:
             if line.startswith(b"RssShmem:"):
@@ -227,19 +226,13 @@ def _nvidia_smi_facts(gpu: str) -> dict[str, str | int]:
         output = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return _parse_nvidia_smi(output)
-
-
-def _parse_nvidia_smi(output: str) -> dict[str, str | int]:
     fields = [field.strip() for field in output.strip().split(",")]
     if len(fields) != 3:
         return {}
     driver, generation, width = fields
-    facts: dict[str, str | int] = {"driver": driver}
     # A virtual GPU answers "[N/A]" for its link.
-    if generation.isdigit() and width.isdigit():
-        facts.update(pcie_generation=int(generation), pcie_width=int(width))
-    return facts
+    link = {"pcie_generation": int(generation), "pcie_width": int(width)} if (generation + width).isdigit() else {}
+    return {"driver": driver} | link
 
 
 def datasheet_flops(gpu_name: str, dtype: torch.dtype) -> float | None:
@@ -272,10 +265,7 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     synchronize()
     start = time.perf_counter()

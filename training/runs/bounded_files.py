@@ -7,7 +7,6 @@ not, and its size and nesting are limited: a parser could otherwise wait, fill t
 import errno
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +122,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str) -> dict[str, Any]:
     """Parses one YAML mapping into nested dicts and lists of texts; nothing is instantiated.
 
-    Raises UnreadableError for anything else, or with deeper nesting, aliases or directives.
+    Raises UnreadableError for anything else, or with deeper nesting or aliases.
     """
     try:
         _check_yaml(text)
@@ -139,9 +138,6 @@ def parse_yaml(text: str) -> dict[str, Any]:
 
 
 def _check_yaml(text: str) -> None:
-    if re.search(r"^%", text, re.MULTILINE):
-        # The parser compares each of them with all others.
-        raise UnreadableError("it has YAML directives, which no configuration has")
     depth = 0
     for event in yaml.parse(text, _Loader):
         # Aliases of aliases could expand to an astronomical size.

@@ -12,7 +12,7 @@ import math
 import os
 import reprlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 # No time, rate, size or count of any machine is larger.
 LARGEST = 1e18
-# The largest metrics.jsonl that is read whole: its records take several times as much memory.
-LARGEST_BYTES = 2**30
 # Sums of larger losses would overflow a float.
 LARGEST_LOSS = 1e300
 
@@ -47,8 +45,7 @@ class MetricsWriter:
         after_step: the step after which the run resumes. Records of later steps are dropped: the run makes them again.
             -1 drops that of an evaluation before the first step too.
 
-    Raises:
-        UserError: the file cannot be written, for example on a full disk, or has a line that is not a record.
+    Raises UserError if the file cannot be written, as on a full disk, or has a line that is not a record.
     """
 
     def __init__(self, run_dir: Path, after_step: int = -1, name: str = METRICS_FILE):
@@ -66,8 +63,7 @@ class MetricsWriter:
     def write(self, record: dict[str, Any]) -> None:
         """Appends `record` as one line; the operating system has it when this returns.
 
-        Raises:
-            UserError: the disk is full; the part of the line that was written is removed again.
+        Raises UserError if the disk is full, and removes the part of the line that was written.
         """
         line = (_to_json(record) + "\n").encode()
         # Unbuffered: one call writes the line, and closing the file does not try again.
@@ -81,22 +77,13 @@ class MetricsWriter:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Reads the records of a run, in order; a last line that a killed run did not finish is ignored.
 
-    Raises:
-        UserError: there is no metrics file, it cannot be read, is too large to hold in memory, or has a line that is
-            not a record.
+    Raises UserError if there is no metrics file, it cannot be read, or a line is not a record.
     """
-    path = run_dir / METRICS_FILE
-    with suppress(OSError):
-        if (nbytes := path.stat().st_size) > LARGEST_BYTES:
-            raise UserError(f"{path}: it has {nbytes} bytes; more than {LARGEST_BYTES} are not read into memory")
     return list(stream_metrics(run_dir))
 
 
 def stream_metrics(run_dir: Path, name: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
-    """Yields what `read_metrics` returns, from a file of any size, and raises UserError as it does.
-
-    `name`: another file of the same form.
-    """
+    """Yields what `read_metrics` returns, of the file `name` of the same form, and raises UserError as it does."""
     path = run_dir / name
     try:
         for number, line in enumerate(read_lines(path), start=1):
@@ -113,22 +100,14 @@ def stream_metrics(run_dir: Path, name: str = METRICS_FILE) -> Iterator[dict[str
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Writes `summary.json` in `run_dir` completely or not at all: a reader sees the old file or the new one.
-
-    Raises:
-        UserError: the file cannot be written, for example on a full disk.
-    """
+    """Writes `summary.json` in `run_dir` whole or not at all. Raises UserError where that fails, as on a full disk."""
     text = _to_json(summary, indent=2) + "\n"
     with _disk_errors(run_dir):
         write_whole(run_dir / SUMMARY_FILE, text.encode(), durable=True)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Reads the summary of a run.
-
-    Raises:
-        UserError: there is no summary (the run is not over, or was killed), it cannot be read, or it is damaged.
-    """
+    """Reads the summary of a run. Raises UserError if there is none, it cannot be read, or it is damaged."""
     path = run_dir / SUMMARY_FILE
     try:
         content = read_bytes(path)

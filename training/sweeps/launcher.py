@@ -38,14 +38,7 @@ from training.sweeps.job import SweepJob, summary_in
 from training.visible_text import visible
 
 # Keys that each job gets values of its own for.
-REPLACED = (
-    "hydra.mode=",
-    "hydra.run.dir=",
-    "hydra.sweep.dir=",
-    "hydra.sweep.subdir=",
-    "hydra.job.num=",
-    "hydra.job.id=",
-)
+REPLACED = tuple(f"hydra.{key}=" for key in ("mode", "run.dir", "sweep.dir", "sweep.subdir", "job.num", "job.id"))
 # Hydra makes plugins only of classes named below this package.
 PLUGIN_NAME = "hydra_plugins.process.ProcessLauncher"
 
@@ -75,8 +68,8 @@ def register_launcher() -> None:
 class ProcessLauncher(Launcher):
     """Runs the jobs of a sweep one after another, each in a fresh Python process.
 
-    The return value of a job is its summary.json as a dict, or None if it wrote none. A job that did not end well has
-    the status FAILED, and reading its return value raises a UserError that names all such jobs.
+    A job returns its summary.json, None if it wrote none. One that did not end well has the status FAILED, and reading
+    what it returned raises a UserError that names all such jobs.
     """
 
     def __init__(self, timeout_min: float | None = None):
@@ -242,17 +235,12 @@ def _failures_of(jobs: Sequence[SweepJob]) -> str:
     for job in jobs:
         if not job.succeeded:
             numbers.setdefault(job.outcome, []).append(str(job.number))
-    alike = [
-        f"job{'s' if same[1:] else ''} {', '.join(same)} {_in_words(status, len(same))}: {reason}"
-        for (status, reason), same in numbers.items()
-    ]
+    alike = []
+    for (status, reason), same in numbers.items():
+        word, verb = ("jobs", "do") if same[1:] else ("job", "does")
+        ended = f"{verb} not fit" if status == "planned" else status
+        alike.append(f"{word} {', '.join(same)} {ended}: {reason}")
     return "; ".join(alike)
-
-
-def _in_words(status: str, count: int) -> str:
-    if status != "planned":
-        return status
-    return "does not fit" if count == 1 else "do not fit"
 
 
 def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:

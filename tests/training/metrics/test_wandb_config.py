@@ -6,9 +6,7 @@ from enum import Enum
 
 from omegaconf import OmegaConf
 
-from tests.training.helpers.in_process import composed
 from training.metrics.wandb_tracker import chosen_options, plain, run_name, run_tags
-from training.run.build import build_tracker
 
 
 def test_config_becomes_plain_and_resolved(tmp_path):
@@ -43,14 +41,3 @@ def test_name_and_tags_come_from_the_chosen_options():
     assert run_name(choices, seed=2) == "llama7b-bounce_linear-2"
     assert run_tags(choices) == ["model=llama7b", "offload=bounce_linear", "optimizer=adamw"]
     assert len(run_tags({"experiment": "x" * 100})[0]) == 64
-
-
-def test_the_config_has_every_group_and_beside_them_the_machine(tmp_path, monkeypatch):
-    given = {}
-    monkeypatch.setattr("training.run.build.Tracker", lambda **arguments: given.update(arguments))
-    config, invocation = composed("hardware=h200", "offload=layer_stream", run_dir=tmp_path)
-    build_tracker(config, invocation, {"gpu": None})
-    assert set(config) < set(given["config"])
-    assert given["config"]["hardware"]["name"] == "H200"
-    assert given["config"]["machine"] == {"gpu": None}
-    assert given["config"]["choices"]["hardware"] == "h200"

@@ -156,17 +156,6 @@ def test_what_a_mode_counts_is_shown_as_the_mean_of_a_step():
     }
 
 
-@pytest.mark.slow
-def test_a_traced_step_counts_in_no_speed_and_no_traffic(tmp_path: Path):
-    run_here(tmp_path, *QUIET, "steps=4", "log_every=2", "offload=layer_stream", "trace=true", "trace_step=3")
-    run_here(tmp_path / "untraced", *QUIET, "steps=4", "log_every=2", "offload=layer_stream")
-    traced, untraced = metrics(tmp_path)[1], metrics(tmp_path / "untraced")[1]
-    assert traced["transfer/h2d_gib"] == untraced["transfer/h2d_gib"]
-    only = tmp_path / "only"
-    run_here(only, *QUIET, "steps=1", "log_every=1", "trace=true", "trace_step=1")
-    assert not [key for key in metrics(only)[0] if key.startswith(("perf/", "transfer/"))]
-
-
 def test_the_cpu_has_no_floor_no_mfu_and_no_vram(tmp_path: Path):
     run_here(tmp_path, *QUIET, "offload=layer_stream", "steps=1")
     found = metrics(tmp_path)[0].keys() | summary(tmp_path).keys()

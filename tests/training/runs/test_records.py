@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from training.errors import UserError
-from training.runs import records
 from training.runs.bounded_files import LONGEST_LINE
-from training.runs.records import MetricsWriter, read_metrics, read_summary, stream_metrics, write_summary
+from training.runs.records import MetricsWriter, read_metrics, read_summary, write_summary
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 
@@ -122,14 +121,6 @@ def test_a_line_longer_than_any_record_is_damage(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, long, 6))
     MetricsWriter(tmp_path, after_step=3)
     assert (tmp_path / "metrics.jsonl").read_bytes() == lines_of(1)
-
-
-def test_more_records_than_fit_in_memory_are_refused_at_once_and_read_one_by_one(tmp_path, monkeypatch):
-    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, 2, 3))
-    monkeypatch.setattr(records, "LARGEST_BYTES", 20)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: it has 54 bytes; more than 20 are not read"):
-        read_metrics(tmp_path)
-    assert [record["train/step"] for record in stream_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_a_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
