@@ -62,7 +62,9 @@ def mapped_note(config: DictConfig, model: nn.Module, footprint: Footprint) -> s
         nbytes["train"] = trains
     most = sorted(nbytes.items(), key=lambda entry: -entry[1])[:NAMED]
     why = [f"{format_bytes(size)} {reason}" for reason, size in most]
-    return f"{line}; in memory are those that {', '.join(why)}" if why else f"{line}; the others are buffers"
+    return (
+        f"{line}; in memory are units with weights that {', '.join(why)}" if why else f"{line}; the others have buffers"
+    )
 
 
 def largest_file(config: DictConfig, model: nn.Module) -> Path:
