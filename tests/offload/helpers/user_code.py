@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from offload.activations.checkpointing import recompute
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
@@ -47,6 +48,30 @@ def under(mode, model: nn.Module) -> Iterator[None]:
         yield
 
 
+class Chain(nn.Module):
+    """Blocks, one after another."""
+
+    def __init__(self, blocks: Iterable[nn.Module]):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def stack_of(block: Callable[[], nn.Module], count: int = 4) -> Callable[[], nn.Module]:
+    """Returns a function that builds a `Stack` of such blocks, of width 16."""
+
+    def build() -> nn.Module:
+        model = Stack()
+        model.blocks = nn.ModuleList(block() for _ in range(count))
+        return model
+
+    return build
+
+
 class NoMode:
     """The resident model: a step is nothing special."""
 
@@ -75,6 +100,20 @@ def train_step(model: nn.Module, mode, step: int = 0, inputs: torch.Tensor | Non
         loss.backward()
     descend(model)
     return loss.detach()
+
+
+def three_steps(model: nn.Module, mode) -> list[torch.Tensor]:
+    """Three such steps; returns their losses."""
+    return [train_step(model, mode, step) for step in range(3)]
+
+
+@contextmanager
+def recomputed(model: nn.Module, mode) -> Iterator[None]:
+    """Computes blocks of a model that is attached again in backward."""
+    undo = recompute(model.blocks) if mode is not NoMode else None
+    yield
+    if undo is not None:
+        undo()
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from offload.activations.checkpointing import recompute
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
@@ -19,10 +18,12 @@ from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import Block, Stack, stack_inputs
 from tests.offload.helpers.user_code import (
     EVERY_MODE_OR_NONE,
-    NoMode,
     descend,
     evaluate,
+    recomputed,
     same_as_resident,
+    stack_of,
+    three_steps,
     train_step,
     under,
 )
@@ -228,12 +229,8 @@ def test_a_cache_and_a_list_that_blocks_add_to(make: Callable):
 @ON_EVERY_DEVICE
 def test_a_cache_and_a_list_that_recomputed_blocks_add_to(make: Callable):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        if mode is not NoMode:
-            undo = recompute(model.blocks)
-        found = given(model, mode)
-        if mode is not NoMode:
-            undo()
-        return found
+        with recomputed(model, mode):
+            return given(model, mode)
 
     same_as_resident(make, scenario, WithCache)
 
@@ -258,25 +255,16 @@ class Penalised(Block):
         return hidden + slope.mean()
 
 
-def penalised() -> Stack:
-    model = Stack()
-    model.blocks = nn.ModuleList(Penalised(16) for _ in range(4))
-    return model
-
-
 @pytest.mark.parametrize("make", [Resident, LayerStream, partial(BounceLinear, outside="stream", slots=8)])
 @ON_EVERY_DEVICE
 def test_a_recomputed_block_that_takes_a_gradient(make: Callable):
     """The gradient needs the block's activations before its forward has ended: it is computed again inside it."""
 
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        undo = recompute(model.blocks) if mode is not NoMode else None
-        seen = [train_step(model, mode, step) for step in range(2)]
-        if undo is not None:
-            undo()
-        return seen
+        with recomputed(model, mode):
+            return three_steps(model, mode)
 
-    same_as_resident(make, scenario, penalised)
+    same_as_resident(make, scenario, stack_of(partial(Penalised, 16)))
 
 
 class EndsFrozen(nn.Module):
@@ -362,10 +350,7 @@ def test_a_buffer_changes_as_often_as_under_torch(make: Callable, part: Callable
 @ON_EVERY_DEVICE
 def test_recomputed_blocks_in_checkpoints_of_the_user(make: Callable, part: Callable[[], nn.Module]):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        undo = recompute(model.blocks) if mode is not NoMode else None
-        found = accumulated(model, mode)
-        if undo is not None:
-            undo()
-        return found
+        with recomputed(model, mode):
+            return accumulated(model, mode)
 
     same_as_resident(make, scenario, lambda: checkpointed(part, inside=False))

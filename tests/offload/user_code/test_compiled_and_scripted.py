@@ -18,8 +18,10 @@ from tests.offload.helpers.user_code import (
     EVERY_MODE,
     EVERY_MODE_OR_NONE,
     RESIDENT_MODES,
+    Chain,
     NoMode,
     same_as_resident,
+    three_steps,
     train_step,
     under,
 )
@@ -57,8 +59,7 @@ def accumulated(model: Callable, mode, parameters: list) -> list[torch.Tensor]:
 
 
 def trained(model: Callable, mode) -> list[torch.Tensor]:
-    losses = [train_step(model, mode, step) for step in range(3)]
-    return [*losses, *accumulated(model, mode, list(model.parameters()))]
+    return [*three_steps(model, mode), *accumulated(model, mode, list(model.parameters()))]
 
 
 @EVERY_MODE_OR_NONE
@@ -119,17 +120,6 @@ def test_activations_of_compiled_code_are_swapped():
         assert mode.counters().swapped_bytes > 0
 
 
-class Chain(nn.Module):
-    def __init__(self, blocks: list[nn.Module]):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
-
-
 def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())
 
@@ -150,12 +140,9 @@ def traced() -> nn.Module:
 @EVERY_MODE_OR_NONE
 @pytest.mark.parametrize("build", [scripted, scripted_inside, traced])
 def test_scripted_and_traced_blocks(make: Callable, build: Callable[[], nn.Module]):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        return [train_step(model, mode, step) for step in range(4)]
-
     # Without what TorchScript does to a graph that ran several times, which differs from run to run.
     with torch.jit.optimized_execution(False):
-        same_as_resident(make, scenario, build)
+        same_as_resident(make, three_steps, build)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

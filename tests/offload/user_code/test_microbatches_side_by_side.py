@@ -17,7 +17,7 @@ from offload.microbatches.layer_major import one_after_another
 from offload.modes.shard_offload import ShardOffload
 from offload.torch_private.running_microbatch import SideBySideError
 from tests.offload.helpers.models import Block, Stack, stack_inputs
-from tests.offload.helpers.user_code import NoMode, descend, same_as_resident, under
+from tests.offload.helpers.user_code import NoMode, descend, same_as_resident, stack_of, under
 
 pytestmark = pytest.mark.usefixtures("device")
 SHARDS = {
@@ -64,15 +64,6 @@ class Drawing(Block):
         return super().forward(hidden * (0.5 + random.random()) * FACTOR.get())
 
 
-def stack_of(block: type[Block]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = Stack(dropout=0.3)
-        model.blocks = nn.ModuleList(block(16) for _ in range(4))
-        return model
-
-    return build
-
-
 def with_aux(model: nn.Module, microbatch: int) -> torch.Tensor:
     return plain(model, microbatch) + sum(block.aux for block in model.blocks)
 
@@ -103,9 +94,9 @@ def skipping(model: nn.Module, microbatch: int) -> torch.Tensor:
 
 
 CASES = {
-    "terms of the loss in modules": (with_aux, stack_of(Aux)),
+    "terms of the loss in modules": (with_aux, stack_of(partial(Aux, 16))),
     "eval and dropout rates": (evaluating, partial(Stack, dropout=0.3)),
-    "random numbers and context variables": (drawing, stack_of(Drawing)),
+    "random numbers and context variables": (drawing, stack_of(partial(Drawing, 16))),
     "layers skipped": (skipping, Stack),
 }
 
@@ -305,7 +296,7 @@ def test_a_forward_that_registers_hooks_is_refused():
             self.up.weight.register_hook(lambda gradient: gradient)
             return super().forward(hidden)
 
-    model, mode = stack_of(Hooked)(), ShardOffload(shards=2)
+    model, mode = stack_of(partial(Hooked, 16))(), ShardOffload(shards=2)
     with under(mode, model), pytest.raises(SideBySideError, match="a hook on the gradient"), mode.step():
         mode.accumulate([partial(plain, model, microbatch) for microbatch in range(2)])
 

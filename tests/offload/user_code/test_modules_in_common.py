@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from offload.blocks import find_blocks
-from tests.offload.helpers.user_code import EVERY_MODE, same_as_resident, train_step
+from tests.offload.helpers.user_code import EVERY_MODE, Chain, same_as_resident, three_steps
 
 
 class Places(nn.Module):
@@ -33,23 +33,12 @@ class Layer(nn.Module):
         return x + self.activation(self.linear(self.places(self.norm(x))))
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        common = {"activation": nn.GELU(), "places": Places(), "norm": nn.LayerNorm(8)}
-        self.blocks = nn.ModuleList(Layer(**common) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def layers() -> nn.Module:
+    common = {"activation": nn.GELU(), "places": Places(), "norm": nn.LayerNorm(8)}
+    return Chain(Layer(**common) for _ in range(4))
 
 
 @EVERY_MODE
 def test_every_block_streams_but_for_what_they_have_in_common(make: Callable):
-    assert len(find_blocks(Layers())) == 4
-
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        return [train_step(model, mode, step) for step in range(3)]
-
-    same_as_resident(make, scenario, Layers)
+    assert len(find_blocks(layers())) == 4
+    same_as_resident(make, three_steps, layers)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.offload.helpers.models import stack_inputs
-from tests.offload.helpers.user_code import EVERY_MODE, NoMode, same_as_resident, train_step
+from tests.offload.helpers.user_code import EVERY_MODE, Chain, NoMode, same_as_resident, train_step
 
 
 def sparse(matrix: torch.Tensor) -> torch.Tensor:
@@ -40,15 +40,8 @@ class Graph(nn.Module):
         return torch.tanh(self.linear(x)) + (matrix @ x.t()).t()
 
 
-class Graphs(nn.Module):
-    def __init__(self, kind: str, is_buffer: bool):
-        super().__init__()
-        self.blocks = nn.ModuleList(Graph(kind, is_buffer) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def graphs(kind: str, is_buffer: bool) -> nn.Module:
+    return Chain(Graph(kind, is_buffer) for _ in range(4))
 
 
 @EVERY_MODE
@@ -57,13 +50,11 @@ class Graphs(nn.Module):
 def test_a_tensor_without_flat_bytes_stays_on_the_device(make: Callable, kind: str, is_buffer: bool):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         losses = [train_step(model, mode, step) for step in range(2)]
-        return [
-            *losses,
-            *(block.matrix.dequantize() if kind == "quantised" else block.matrix.to_dense() for block in model.blocks),
-        ]
+        matrices = [block.matrix for block in model.blocks]
+        return [*losses, *(each.dequantize() if kind == "quantised" else each.to_dense() for each in matrices)]
 
     def build() -> nn.Module:
-        model = Graphs(kind, is_buffer)
+        model = graphs(kind, is_buffer)
         # The comparison of states at the end is one of dense tensors.
         model.state_dict = lambda: {
             name: tensor for name, tensor in nn.Module.state_dict(model).items() if "linear" in name
@@ -91,7 +82,7 @@ def test_a_sparse_parameter_under_several_microbatches(make: Callable, trains: b
         return [gradient.to_dense() for gradient in found]
 
     def build() -> nn.Module:
-        model = Graphs("sparse", is_buffer=False)
+        model = graphs("sparse", is_buffer=False)
         for block in model.blocks:
             block.matrix.requires_grad_(trains)
         model.state_dict = dict

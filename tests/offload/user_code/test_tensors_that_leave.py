@@ -11,7 +11,7 @@ from torch import nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from tests.offload.helpers.models import attached
-from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
+from tests.offload.helpers.user_code import EVERY_MODE, Chain, evaluate, same_as_resident, three_steps, train_step
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -72,25 +72,15 @@ class Conjugates(nn.Module):
         return x + torch.complex(x.real @ self.weight.conj().imag, x.imag @ self.weight.real)
 
 
-class OfConjugates(nn.Module):
-    def __init__(self, kind: str):
-        super().__init__()
-        self.blocks = nn.ModuleList(Conjugates(kind) for _ in range(4))
-
+class OfConjugates(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(torch.complex64)
-        for block in self.blocks:
-            x = block(x)
-        return x.abs()
+        return super().forward(x.to(torch.complex64)).abs()
 
 
 @EVERY_MODE
 @pytest.mark.parametrize("kind", ["conjugate", "negative"])
 def test_lazy_views_that_are_saved_for_backward(make: Callable, kind: str):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        return [train_step(model, mode, step) for step in range(3)]
-
-    same_as_resident(make, scenario, lambda: OfConjugates(kind))
+    same_as_resident(make, three_steps, lambda: OfConjugates(Conjugates(kind) for _ in range(4)))
 
 
 class Codebook(nn.Module):
@@ -121,25 +111,11 @@ class Codebook(nn.Module):
 @EVERY_MODE
 @pytest.mark.parametrize("kind", ["data", "numpy", "dtype", "shape", "none"])
 def test_a_buffer_that_forward_changes(make: Callable, kind: str):
-    def build() -> nn.Module:
-        return Chain(kind)
-
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         seen = [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
         return [*seen, *(b.double() for b in model.buffers())]
 
-    same_as_resident(make, scenario, build)
-
-
-class Chain(nn.Module):
-    def __init__(self, kind: str):
-        super().__init__()
-        self.blocks = nn.ModuleList(Codebook(kind) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    same_as_resident(make, scenario, lambda: Chain(Codebook(kind) for _ in range(3)))
 
 
 @EVERY_MODE
@@ -153,7 +129,7 @@ def test_a_buffer_replaced_between_steps(make: Callable):
             block.codes = block.codes.double()
         return [*seen, evaluate(model), train_step(model, mode, 2), *(b.double() for b in model.buffers())]
 
-    same_as_resident(make, scenario, lambda: Chain("dtype"))
+    same_as_resident(make, scenario, lambda: Chain(Codebook("dtype") for _ in range(3)))
 
 
 def test_attributes_and_class_of_a_parameter_are_there_in_forward():
@@ -171,20 +147,10 @@ def test_attributes_and_class_of_a_parameter_are_there_in_forward():
             assert self.weight.requires_grad
             return x * self.weight * self.weight.scale
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Reader() for _ in range(3))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         return [evaluate(model), train_step(model, mode)]
 
-    same_as_resident(LayerStream, scenario, Model)
+    same_as_resident(LayerStream, scenario, lambda: Chain(Reader() for _ in range(3)))
 
 
 def test_two_parameters_over_the_same_bytes_are_refused():
@@ -212,18 +178,12 @@ def test_an_expanded_parameter_is_refused(is_meta: bool):
 
 @pytest.mark.parametrize("make", [lambda: BounceLinear(), lambda: LayerStream()])
 def test_strides_are_kept(make: Callable):
-    class Images(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
-
+    class LastChannels(nn.Conv2d):
         def forward(self, x):
-            for block in self.blocks:
-                assert block.weight.is_contiguous(memory_format=torch.channels_last)
-                x = torch.tanh(block(x))
-            return x
+            assert self.weight.is_contiguous(memory_format=torch.channels_last)
+            return torch.tanh(super().forward(x))
 
-    model = Images().to(memory_format=torch.channels_last)
+    model = Chain(LastChannels(4, 4, 3, padding=1) for _ in range(3)).to(memory_format=torch.channels_last)
     strides = [p.stride() for p in model.parameters()]
     mode = make()
     with attached(mode, model):

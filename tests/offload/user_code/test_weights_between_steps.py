@@ -25,8 +25,7 @@ def test_data_swapped_for_an_evaluation_and_back(make: Callable, backup_is_a_cop
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         seen = [train_step(model, mode)]
         backup = [p.data.clone() if backup_is_a_copy else p.data for p in model.parameters()]
-        for parameter in model.parameters():
-            parameter.data = parameter.data * 0.5
+        halve_data(model)
         seen.append(evaluate(model))
         for parameter, data in zip(model.parameters(), backup, strict=True):
             parameter.data = data
@@ -35,13 +34,28 @@ def test_data_swapped_for_an_evaluation_and_back(make: Callable, backup_is_a_cop
     same_as_resident(make, scenario)
 
 
+def halve_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def assign_a_state_dict(model: nn.Module) -> None:
+    state = {name: tensor.clone() * 0.5 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def replace_parameters(model: nn.Module) -> None:
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach() * 0.5)
+    model.stem.weight = nn.Parameter(model.stem.weight.detach() * 2)
+
+
 @EVERY_MODE
-def test_data_swapped_and_trained_on(make: Callable):
+@pytest.mark.parametrize("change", [halve_data, assign_a_state_dict, replace_parameters])
+def test_other_values_are_trained_on(make: Callable, change: Callable):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         seen = [train_step(model, mode)]
-        for parameter in model.parameters():
-            parameter.data = parameter.data * 0.5
-        return [*seen, train_step(model, mode, 1), train_step(model, mode, 2), evaluate(model)]
+        change(model)
+        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
 
     same_as_resident(make, scenario)
 
@@ -70,28 +84,6 @@ def test_functional_call_gives_its_values_gradients(make: Callable):
             loss.backward()
         assert all(p.grad is None for p in model.parameters())
         return [loss.detach(), *(p.grad for p in other.values()), evaluate(model)]
-
-    same_as_resident(make, scenario)
-
-
-@EVERY_MODE
-def test_a_state_dict_assigned(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = [train_step(model, mode)]
-        state = {name: tensor.clone() * 0.5 for name, tensor in model.state_dict().items()}
-        model.load_state_dict(state, assign=True)
-        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
-
-    same_as_resident(make, scenario)
-
-
-@EVERY_MODE
-def test_a_parameter_replaced(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = [train_step(model, mode)]
-        model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach() * 0.5)
-        model.stem.weight = nn.Parameter(model.stem.weight.detach() * 2)
-        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
 
     same_as_resident(make, scenario)
 

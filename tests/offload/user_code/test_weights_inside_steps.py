@@ -61,10 +61,7 @@ def test_weights_perturbed_between_two_passes(make: Callable):
                     for parameter, move in zip(model.parameters(), moves, strict=True):
                         parameter.sub_(move)
             seen.append(loss.detach())
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.sub_(0.1 * parameter.grad)
-            model.zero_grad()
+            descend(model)
         return [*seen, evaluate(model)]
 
     same_as_resident(make, scenario)
