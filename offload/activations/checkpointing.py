@@ -1,17 +1,21 @@
-"""Activation checkpointing: keep the inputs of a block, and compute the block again in backward (Chen et al. 2016)."""
+"""Activation checkpointing: keep the inputs of a block, and compute the block again in backward (Chen et al. 2016).
+
+A recompute must find the caches among a block's arguments, such as keys and values of attention, as they were before
+forward, and must not add to them a second time: `CacheBefore`.
+"""
 
 from __future__ import annotations
 
 import contextvars
-import functools
+import io
+import pickle
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from types import BuiltinFunctionType, FunctionType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.activations.caches import CacheBefore
 from offload.torch_private.block_attributes import BlockAttributes
 from offload.torch_private.block_buffers import BlockBuffers
 from offload.torch_private.module_contexts import ReplacedForward
@@ -62,7 +66,8 @@ class _Recomputed(ReplacedForward):
         # All tensors are passed as positional arguments, for which checkpoint calls the hooks on saved tensors. Tensors
         # in keyword and nested arguments it would keep by itself, and no hook could swap them.
         leaves, structure = tree_flatten((arguments, keywords))
-        attributes, context = BlockAttributes(self._module), contextvars.copy_context()
+        attributes, buffers = BlockAttributes(self._module), BlockBuffers(self._module)
+        context = contextvars.copy_context()
         # Forward may add to the lists and caches that it gets. The recompute adds to copies of what they were before.
         found, failed = [(arguments, keywords)], []
 
@@ -86,7 +91,7 @@ class _Recomputed(ReplacedForward):
             run,
             *map(CacheBefore.of, leaves),
             use_reentrant=False,
-            context_fn=functools.partial(_contexts, self._module),
+            context_fn=lambda: (buffers.in_forward(), buffers.in_recompute()),
             early_stop=self._stops_early,
         )
         if failed:
@@ -94,6 +99,74 @@ class _Recomputed(ReplacedForward):
         return result
 
 
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    buffers = BlockBuffers(block)
-    return buffers.in_forward(), buffers.in_recompute()
+# Shared between a cache and its copies, and not looked into.
+SHARED = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType)
+
+
+class CacheBefore:
+    """A cache as it is now: its structure, and the tensors in it themselves, which are not copied."""
+
+    def __init__(self, cache: object):
+        self._name = type(cache).__name__
+        self._shared: list = []
+        file = io.BytesIO()
+        _Pickler(file, self._shared).dump(cache)
+        self._structure = file.getvalue()
+        self._versions = [_version(value) for value in self._shared]
+
+    @classmethod
+    def of(cls, argument: object) -> object:
+        """Returns `argument`, or if it is a cache what it is now.
+
+        An object is taken for a cache if it has a method `update`, or is called a cache. Raises RuntimeError for a
+        cache whose structure cannot be copied.
+        """
+        called_cache = "Cache" in type(argument).__name__
+        if isinstance(argument, SHARED) or not (called_cache or hasattr(argument, "update")):
+            return argument
+        try:
+            return cls(argument)
+        except Exception as error:  # whatever the object's own way to be pickled raises
+            if not called_cache:
+                return argument
+            raise RuntimeError(
+                f"a block that is computed again got a {type(argument).__name__}, which cannot be copied"
+                f" ({type(error).__name__}: {error}): call the model with use_cache=False"
+            ) from error
+
+    def again(self) -> object:
+        """Returns a copy of the cache as it was, for one recompute.
+
+        Raises RuntimeError where its tensors were written to in place since.
+        """
+        if [_version(value) for value in self._shared] != self._versions:
+            raise RuntimeError(
+                f"forward wrote to the tensors of a {self._name} in place, so that its block cannot be computed again:"
+                " call the model with use_cache=False"
+            )
+        return _Unpickler(io.BytesIO(self._structure), self._shared).load()
+
+
+def _version(value: object) -> int | None:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, shared: list):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._shared = shared
+
+    def persistent_id(self, value: object) -> int | None:
+        if not isinstance(value, SHARED):
+            return None
+        self._shared.append(value)
+        return len(self._shared) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: list):
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, number: int) -> object:
+        return self._shared[number]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 
 from offload.memory.host_memory import HostArena, HostBlock
 from offload.streams.registry import Event, Streams
@@ -50,7 +50,7 @@ class HostPool:
         self._streams = streams
         self._step = 0
         # Idle blocks by size, the size that is unused for the longest time first.
-        self._idle: OrderedDict[int, deque[PooledBlock]] = OrderedDict()
+        self._idle: OrderedDict[int, list[PooledBlock]] = OrderedDict()
         # The number of blocks by size, idle and taken.
         self._counts: Counter[int] = Counter()
 
@@ -69,7 +69,7 @@ class HostPool:
     def release(self, block: PooledBlock) -> None:
         """Makes a taken block idle. Copies that use it may still be queued."""
         size = block.block.bytes.numel()
-        self._idle.setdefault(size, deque()).append(block)
+        self._idle.setdefault(size, []).append(block)
         self._idle.move_to_end(size)
 
     def idle_blocks(self) -> list[PooledBlock]:
@@ -93,11 +93,14 @@ class HostPool:
         fitting = min((idle for idle in self._idle if size <= idle <= SLACK * size), default=None)
         if fitting is None or (fitting != size and self._counts[size]):
             return None
-        blocks = self._idle[fitting]
         # The block that was released last is the likeliest to be in the processor's caches. The oldest may go unused.
-        block = blocks.pop()
+        return self._pop(fitting, -1)
+
+    def _pop(self, size: int, index: int) -> PooledBlock:
+        blocks = self._idle[size]
+        block = blocks.pop(index)
         if not blocks:
-            del self._idle[fitting]
+            del self._idle[size]
         return block
 
     def _new_block(self, size: int, name: str) -> PooledBlock | None:
@@ -116,10 +119,7 @@ class HostPool:
 
     def _return_one(self, size: int) -> None:
         """Returns the idle block of `size` that was released first to the host, once no copy uses it."""
-        blocks = self._idle[size]
-        block = blocks.popleft()
-        if not blocks:
-            del self._idle[size]
+        block = self._pop(size, 0)
         if block.used is not None:
             block.used.synchronize()
         self._streams.writes(None, block, "the host's next use of the memory")

@@ -129,6 +129,7 @@ class AutomaticBudget(FixedBudget):
     On a device without a clock, and where its free memory is not known, everything is swapped.
     """
 
+    measures = True
     FIRST = 1 / 8
     GROWTH = 1.5
     TRIALS = 10
@@ -139,17 +140,12 @@ class AutomaticBudget(FixedBudget):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.settled = False
         self._first_budget = 0
         self._share: float | None = None
         self._hidden = 0.0
         self._not_hidden: float | None = None
         self._num_trials = 0
         self._num_grown = 0
-
-    @property
-    def measures(self) -> bool:
-        return not self.settled
 
     def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
         """Takes the budget of the first step from the free memory."""
@@ -188,7 +184,7 @@ class AutomaticBudget(FixedBudget):
             self._not_hidden = self._share
         is_close = self._not_hidden is not None and self._not_hidden - self._hidden <= self.CLOSE_ENOUGH
         if self._hidden == 1.0 or is_close or self._num_trials == self.TRIALS:
-            self._share, self.settled = self._hidden, True
+            self._share, self.measures = self._hidden, False
         elif self._not_hidden is None:
             self._share = min(self.GROWTH * self._share, 1.0)
         else:

@@ -154,7 +154,7 @@ def test_steps_that_always_lock_memory_do_not_measure_for_ever():
         policy.learn(record("abcddcba"), 0.0, 1.0, host_grew=True)
         steps += 1
         assert steps < 100
-    assert policy.settled
+    assert not policy.measures
 
 
 def run(
@@ -191,7 +191,7 @@ def test_auto_settles_in_a_few_steps_on_most_of_what_can_be_hidden(hideable: flo
     policy = AutomaticBudget()
     shares = run(policy, hideable, 20)
     assert shares[0] == 0.0
-    assert policy.settled
+    assert not policy.measures
     assert len(set(shares[17:])) == 1
     assert hideable - 0.06 <= shares[-1] <= 1.02 * hideable
     # Each trial page-locks memory: not much more than is used in the end.
@@ -201,13 +201,13 @@ def test_auto_settles_in_a_few_steps_on_most_of_what_can_be_hidden(hideable: flo
 def test_auto_swaps_everything_where_that_costs_no_time():
     policy = AutomaticBudget()
     assert run(policy, 2.0, 16)[-1] == 1.0
-    assert policy.settled
+    assert not policy.measures
 
 
 def test_auto_swaps_little_where_nothing_can_be_hidden():
     policy = AutomaticBudget()
     assert run(policy, 0.001, 12)[-1] == 0.0
-    assert policy.settled
+    assert not policy.measures
 
 
 def test_auto_swaps_bytes_without_room_on_the_device_although_copies_cannot_be_hidden():
@@ -215,7 +215,7 @@ def test_auto_swaps_bytes_without_room_on_the_device_although_copies_cannot_be_h
     # 60% of 1,000 bytes stay.
     shares = run(policy, 0.1, 12, free=1000)
     assert shares[0] == 0.4
-    assert policy.settled
+    assert not policy.measures
     assert shares[-1] == 0.4
     assert min(shares) >= 0.4
 
@@ -226,7 +226,7 @@ def test_noise_costs_memory_and_not_time():
         noise = [generator.choice([0, 0, 0, 0.05, 0.5]) for _ in range(20)]
         policy = AutomaticBudget()
         shares = run(policy, 0.3, 24, noise)
-        assert policy.settled
+        assert not policy.measures
         assert shares[-1] <= 1.02 * 0.3
         assert len(set(shares[20:])) == 1
 

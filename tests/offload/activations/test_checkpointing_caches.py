@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.activations.caches import CacheBefore
+from offload.activations.checkpointing import CacheBefore
 
 
 class Layer:
