@@ -13,7 +13,8 @@ from offload.streams.registry import Event, Stream, Streams
 from offload.torch_private.tensor_parts import kind_wraps
 from offload.torch_private.torch_internals import is_function_transform_tensor, storage_address
 
-_PLAIN = {torch.Tensor, nn.Parameter}
+# Classes of tensors that wrap no others.
+PLAIN = {torch.Tensor, nn.Parameter}
 
 
 class _Typed(dict[torch.dtype, torch.Tensor]):
@@ -77,7 +78,7 @@ class DeviceSlots:
     def slot_of(self, tensor: torch.Tensor) -> DeviceSlot | None:
         """Returns the slot in which the storage of `tensor` lies, or that of a tensor which it wraps; or None."""
         kind = type(tensor)
-        if kind not in _PLAIN and kind_wraps(kind):
+        if kind not in PLAIN and kind_wraps(kind):
             names, _ = tensor.__tensor_flatten__()
             return next(filter(None, (self.slot_of(getattr(tensor, name)) for name in names)), None)
         if tensor.layout is not torch.strided:

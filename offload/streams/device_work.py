@@ -14,10 +14,12 @@ import torch
 
 from offload.torch_private import selective_checkpoints
 from offload.torch_private.tensor_parts import any_wraps
-from offload.torch_private.torch_internals import StorageWeakRef, TorchDispatchMode, with_autocast_of_caller
+from offload.torch_private.torch_internals import StorageWeakRef, TorchDispatchMode, autocast_of_caller
 
 # Host memory of weights, and their name. The tensor keeps its addresses from being used for anything else.
 Home = tuple[torch.Tensor, str]
+# The one of torch's own operations that calls others: those of nn.Bilinear.
+_TRILINEAR = torch.ops.aten._trilinear.default
 # They may copy between host and device.
 COPIES = {"aten::copy_", "aten::_to_copy"}
 
@@ -56,8 +58,11 @@ class DeviceWork(TorchDispatchMode):
                 " Read a weight as an attribute of its module while the model's forward runs, or leave its module out"
                 " of the mode with `exclude`"
             )
-        with with_autocast_of_caller(function):
+        if function.namespace == "aten" and function is not _TRILINEAR:
             result = function(*arguments, **keywords)
+        else:
+            with autocast_of_caller():
+                result = function(*arguments, **keywords)
         # A copy to a device that is named, as by `tensor.to(device, copy=True)`, is there.
         is_sent = function.name() in COPIES and keywords.get("device") is not None
         if False not in sides and not is_sent:

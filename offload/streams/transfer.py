@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
 
 from offload.streams.registry import Event, Stream, Streams
-from offload.torch_private.torch_internals import is_profiling
+from offload.torch_private.torch_internals import profiled
 
 # Two events with nothing to wait for between them are microseconds apart, and a step has a thousand such pairs.
 RESOLUTION_MS = 0.01
-
-_NO_RANGE = nullcontext()
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """destinations and sources of copies"""
@@ -131,12 +129,6 @@ class Transfer:
             # On a device without streams the copy is made at once: compute waits for all of it.
             self.telemetry.stall_ms += (perf_counter() - start) * 1e3
         return nbytes
-
-
-def profiled(name: str) -> AbstractContextManager:
-    """Returns a context that is a range of that name in a profiler's trace; it does nothing where none is recorded."""
-    # To open a range costs microseconds, also where no profiler records it.
-    return torch.profiler.record_function(name) if is_profiling() else _NO_RANGE
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

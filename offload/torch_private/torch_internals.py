@@ -193,9 +193,10 @@ def current_device_index() -> int:
     return torch._C._cuda_getDevice()
 
 
-def is_profiling() -> bool:
-    """Returns whether torch's profiler runs. Opening a range costs microseconds also where it does not."""
-    return torch.autograd.profiler._is_profiler_enabled
+def profiled(name: str) -> AbstractContextManager:
+    """Returns a context that is a range of that name in a profiler's trace; it does nothing where none is recorded."""
+    # To open a range costs microseconds, also where no profiler records it.
+    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else NO_CONTEXT
 
 
 def node_in_progress() -> torch.autograd.graph.Node | None:
@@ -253,8 +254,9 @@ def count_references(tensor: Tensor) -> int:
 
     Each other reference to the tensor, view of it or NumPy array over it adds at least 1.
     """
+    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - _count_alone()
     # Python refers to the tensor by its owner, the argument and the call of getrefcount.
-    return holders_of_memory(tensor) + max(sys.getrefcount(tensor) - 3, 0)
+    return 1 + holders + max(sys.getrefcount(tensor) - 3, 0)
 
 
 def holders_of_memory(tensor: Tensor) -> int:
@@ -307,15 +309,13 @@ def _cuda_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
 
 
-def with_autocast_of_caller(function: torch._ops.OpOverload) -> AbstractContextManager:
+def autocast_of_caller() -> AbstractContextManager:
     """Returns the context in which a dispatch mode calls an operation as if it stood in nobody's way.
 
     While a mode handles an operation, torch hides autocast from it. Most of torch's own are past it by then. But a
     kernel that a package has written in Python, and that of nn.Bilinear, which calls products, see the autocast of
     their caller where no mode is.
     """
-    if function.namespace == "aten" and function is not torch.ops.aten._trilinear.default:
-        return NO_CONTEXT
     with torch._C._RestorePythonTLSSnapshot():
         autocast = torch.is_autocast_enabled("cpu")
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, not autocast)

@@ -18,6 +18,7 @@ from offload.streams.transfer import Transfer
 from offload.torch_private.running_microbatch import SideBySideError
 from offload.torch_private.torch_internals import (
     call_after_backward,
+    count_references,
     executes_node,
     is_in_data_parallel,
     left_out_of_graphs,
@@ -224,7 +225,8 @@ class GradientLanding:
         """Sends a gradient to host memory of this process."""
         if tensor.host.grad is None and tensor.gradient is not None:
             tensor.landed_in = None
-            if tensor.gradient_is_held:
+            # In a dry run nobody keeps gradients, and all of a unit share one storage.
+            if not tensor.gradient.is_meta and count_references(tensor.gradient) > 1:
                 # Somebody still uses the last one in this memory.
                 tensor.gradient = None
         if tensor.gradient is None:

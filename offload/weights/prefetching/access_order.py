@@ -25,13 +25,15 @@ class AccessOrder:
         self._trace: list[int] = []
         # The positions of each unit in the record, and infinity behind them.
         self._uses: dict[int, list[float]] = {}
-        self._forwards = RepeatedOrder()
         self._is_in_record = True
+        self._forwards = RepeatedOrder()
+        # The step's own forwards, where they are the forecast.
+        self._by_forwards: RepeatedOrder | None = None
 
     def begin(self) -> None:
         """Begins a step at the start of the record."""
-        self.position, self._trace = -1, []
-        self._forwards, self._is_in_record = RepeatedOrder(), True
+        self.position, self._trace, self._is_in_record = -1, [], True
+        self._forwards, self._by_forwards = RepeatedOrder(), None
 
     def record(self, unit: int, in_backward: bool = False) -> None:
         """Records that the step now uses `unit`, in a forward or a backward; repeated uses in a row count once."""
@@ -40,13 +42,13 @@ class AccessOrder:
             self._forwards.depart()
         else:
             self._forwards.record(unit)
-        if self._trace and self._trace[-1] == unit:
-            return
-        self._trace.append(unit)
-        position = self._next_in_record(unit)
-        self._is_in_record = position < math.inf
-        if self._is_in_record:
-            self.position = position
+        if not self._trace or self._trace[-1] != unit:
+            self._trace.append(unit)
+            position = self._next_in_record(unit)
+            self._is_in_record = position < math.inf
+            if self._is_in_record:
+                self.position = position
+        self._by_forwards = None if self._is_in_record or not self._forwards.is_known else self._forwards
 
     def end(self) -> None:
         """Ends the step. Its uses are the record for the next one, unless the step merely stopped early."""
@@ -61,7 +63,7 @@ class AccessOrder:
 
     def next_use(self, unit: int) -> float:
         """Returns the place of the next use of `unit` among those to come, infinity when none is known."""
-        return self._forwards.next_use(unit) if self._goes_by_forwards else self._next_in_record(unit)
+        return self._next_in_record(unit) if self._by_forwards is None else self._by_forwards.next_use(unit)
 
     def _next_in_record(self, unit: int) -> float:
         uses = self._uses.get(unit, _NEVER)
@@ -74,15 +76,11 @@ class AccessOrder:
 
     def upcoming(self, count: int) -> Sequence[int]:
         """Returns the units of the next `count` uses after the current one."""
-        if self._goes_by_forwards:
-            return self._forwards.upcoming(count)
+        if self._by_forwards is not None:
+            return self._by_forwards.upcoming(count)
         return self.order[self.position + 1 : self.position + 1 + count]
 
     def farthest(self, units: Iterable[int]) -> int | None:
         """Returns the one of `units` whose next use is latest (Belady 1966), None if there are none."""
-        next_use = self._forwards.next_use if self._goes_by_forwards else self._next_in_record
+        next_use = self._next_in_record if self._by_forwards is None else self._by_forwards.next_use
         return max(units, key=next_use, default=None)
-
-    @property
-    def _goes_by_forwards(self) -> bool:
-        return not self._is_in_record and self._forwards.is_known

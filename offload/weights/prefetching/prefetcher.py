@@ -256,7 +256,9 @@ class Prefetcher:
 
     def _allow_for_open_windows(self) -> None:
         """Gives `_recent` room for the units that one operation may read: those whose windows were open around it."""
-        open_units = sum(1 for unit in self.slot_of if unit.open_windows)
+        open_units = 0
+        for unit in self.slot_of:
+            open_units += unit.open_windows > 0
         if open_units > self._recent.maxlen:
             self._recent = deque(self._recent, maxlen=open_units)
 
@@ -314,7 +316,7 @@ class Prefetcher:
 
     def _evict_later_than(self, wanted: OffloadUnit) -> DeviceSlot | None:
         order = self._followed
-        farthest = order.farthest(unit.index for unit in self._evictable())
+        farthest = order.farthest([unit.index for unit in self._evictable()])
         if farthest is None or order.next_use(farthest) <= order.next_use(wanted.index):
             return None
         return self._contents.evict(self._units[farthest])

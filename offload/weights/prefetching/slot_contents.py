@@ -54,7 +54,9 @@ class SlotContents:
 
     def free_slot(self) -> DeviceSlot | None:
         """Returns a slot that has no unit, if there is one."""
-        return next((slot for slot in self._slots if slot.content is None), None)
+        if len(self.slot_of) == len(self._slots.all):
+            return None
+        return next(slot for slot in self._slots.all if slot.content is None)
 
     def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         """Copies a unit into a free slot."""

@@ -125,10 +125,12 @@ class OffloadUnit:
         if self.compound:
             strays = [tensor for tensor in self.tensors if not tensor.is_home]
         else:
-            # `is_home`, without the call: each copy in asks for every tensor.
-            present = [each for each in self.tensors if each.home]
-            away = [t for t in present if t.host.data_ptr() != t.home[0] or t.host.stride() != t.strides]
-            strays = [tensor for tensor in away if tensor.nbytes]
+            strays = []
+            for tensor in self.tensors:
+                # `is_home`, without the call: each copy in asks for every tensor.
+                home, host = tensor.home, tensor.host
+                if home and (host.data_ptr() != home[0] or host.stride() != tensor.strides) and tensor.nbytes:
+                    strays.append(tensor)
         for tensor in strays:
             tensor.check_data(tensor.host, self.weights.bytes.device)
         return strays
@@ -142,16 +144,12 @@ class OffloadUnit:
         return self._versions(self.parameters)
 
     def _versions(self, tensors: list[UnitTensor]) -> list[tuple]:
-        if self.compound:
-            hosts = [part for tensor in tensors for part in tensor.parts_of(tensor.host)]
-        else:
-            hosts = [tensor.host for tensor in tensors]
-        try:
-            return [(host.data_ptr(), host._version, host.stride()) for host in hosts]
-        except RuntimeError:
-            # Tensors of inference mode have no version.
-            versions = [0 if host.is_inference() else host._version for host in hosts]
-            return [(host.data_ptr(), version, host.stride()) for host, version in zip(hosts, versions, strict=True)]
+        found = []
+        for tensor in tensors:
+            for host in tensor.parts_of(tensor.host) if tensor.layout.is_compound else (tensor.host,):
+                # Tensors of inference mode have no version.
+                found.append((host.data_ptr(), 0 if host.is_inference() else host._version, host.stride()))
+        return found
 
     def is_as_taken(self) -> bool:
         """Tells whether each tensor is the one that was taken over last, with its data in its place in the block.
@@ -163,7 +161,9 @@ class OffloadUnit:
         for tensor in self.tensors:
             host = tensor.host
             for attribute in tensor.attributes:
-                if attribute.tensor is not host:
+                # `attribute.tensor`, without the call.
+                held = attribute.module._buffers if tensor.is_buffer else attribute.module._parameters
+                if not isinstance(held, dict) or held.get(attribute.name) is not host:
                     return False
             if not tensor.home or host.data_ptr() != tensor.home[0] or host.stride() != tensor.strides:
                 return False
@@ -197,12 +197,17 @@ class OffloadUnit:
     def ensure_gradients(self, arena: HostArena) -> None:
         """Makes host memory for gradients of what trains now and did not before.
 
-        Raises RuntimeError for a parameter that wants gradients of another kind than the mode makes.
+        Raises RuntimeError for a parameter that wants gradients of another kind or dtype than the mode makes.
         """
         for tensor in self.trained:
             if tensor.layout.is_compound:
                 check_frozen(tensor.name, tensor.host)
-            tensor.check_gradient_dtype()
+            if getattr(tensor.host, "grad_dtype", tensor.dtype) not in (None, tensor.dtype):
+                raise RuntimeError(
+                    f"{tensor.name} has grad_dtype {tensor.host.grad_dtype} and streams as {tensor.dtype}, in which its"
+                    " gradients are summed on the device: set its grad_dtype to None, or leave its module out of the"
+                    " mode with `exclude`"
+                )
             if tensor.gradient is None and self.has_gradient_homes:
                 self.ensure_gradient(tensor, arena)
 

@@ -10,7 +10,7 @@ from torch import nn
 from offload.memory.device_slots import DeviceSlot
 from offload.streams.registry import Event
 from offload.torch_private.tensor_parts import Places, TakenApart, parts, places_of
-from offload.torch_private.torch_internals import count_references, gradient_hooks
+from offload.torch_private.torch_internals import gradient_hooks
 from offload.weights.units.layouts import Layout
 from offload.weights.units.placement import ModuleAttribute, move_into, put_over
 
@@ -272,15 +272,6 @@ class UnitTensor:
             " mode before that, and attach it again"
         )
 
-    def check_gradient_dtype(self) -> None:
-        """Raises RuntimeError for a parameter that wants gradients of another dtype than its own."""
-        wanted = getattr(self.host, "grad_dtype", self.dtype)
-        if wanted not in (None, self.dtype):
-            raise RuntimeError(
-                f"{self.name} has grad_dtype {wanted} and streams as {self.dtype}, in which its gradients are summed on"
-                " the device: set its grad_dtype to None, or leave its module out of the mode with `exclude`"
-            )
-
     def make_gradient(self, memory: torch.Tensor) -> None:
         """Gives the gradient host memory: uint8 with a storage of its own, so that its users can be counted."""
         self.gradient = self.gradient_over(memory)
@@ -306,12 +297,6 @@ class UnitTensor:
             or gradient.layout is not torch.strided
             or (earlier is not None and (earlier.layout is not torch.strided or earlier.dtype is not gradient.dtype))
         )
-
-    @property
-    def gradient_is_held(self) -> bool:
-        """True if somebody besides this object holds the memory of the gradient."""
-        # In a dry run nobody keeps gradients, and all of a unit share one storage.
-        return not self.gradient.is_meta and count_references(self.gradient) > 1
 
     def __str__(self) -> str:
         return f"host gradient of {self.name}"

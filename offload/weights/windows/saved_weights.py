@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.memory.device_slots import PLAIN, DeviceSlot, DeviceSlots
 from offload.torch_private.saved_tensor_hooks import (
     Hooks,
     Kept,
@@ -144,7 +144,7 @@ class SavedWeights:
 
     def name_of(self, tensor: torch.Tensor, slot: DeviceSlot) -> object:
         """Returns the name of a tensor that lies in `slot`, for `unpack`."""
-        if wraps(tensor):
+        if type(tensor) not in PLAIN and wraps(tensor):
             return (
                 self._saved_stand_in(tensor, slot)
                 or self._saved_whole(tensor, slot)
@@ -188,14 +188,23 @@ class SavedWeights:
         kind = type(saved)
         if kind is Kept and saved.tensor._version == saved.version:
             return saved.tensor
-        return self._bring_back(saved) if kind is _SavedWeight else self._unpacked(saved)
+        if kind is not _SavedWeight:
+            return self._unpacked(saved)
+        unit, dtype, offset, shape, strides, tensor, version, place, conjugated, negated = saved
+        view = self._slot_for(unit, tensor, (version, place)).typed[dtype].as_strided(shape, strides, offset)
+        if conjugated:
+            view = view.conj()
+        if negated:
+            view = negated_view(view)
+        # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
+        return view.clone() if torch.is_grad_enabled() else view
 
     @left_out_of_graphs
     def _unpacked(self, saved: object) -> torch.Tensor:
         if isinstance(saved, Kept):
             return saved.checked()
         if isinstance(saved, _SavedWeight):
-            return self._bring_back(saved)
+            return self.unpack(saved)
         if isinstance(saved, _SavedStandIn):
             return self._bring_back_stand_in(saved)
         if isinstance(saved, _SavedWhole):
@@ -209,20 +218,10 @@ class SavedWeights:
         with self._prefetcher.retain_recent():
             return saved.unpack(saved.packed)
 
-    def _bring_back(self, saved: _SavedWeight) -> torch.Tensor:
-        unit, dtype, offset, shape, strides, tensor, version, place, conjugated, negated = saved
-        view = self._slot_for(unit, tensor, (version, place)).typed[dtype].as_strided(shape, strides, offset)
-        if conjugated:
-            view = view.conj()
-        if negated:
-            view = negated_view(view)
-        # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
-        return view.clone() if torch.is_grad_enabled() else view
-
     def _bring_back_stand_in(self, saved: _SavedStandIn) -> torch.Tensor:
         unit, tensor, version, place = saved
         slot = self._slot_for(unit, tensor, (version, place))
-        # With create_graph as in `_bring_back`.
+        # With create_graph as in `unpack`.
         return copy_of_frozen(tensor, slot) if torch.is_grad_enabled() else frozen_stand_in(tensor, slot)
 
     def _bring_back_whole(self, saved: _SavedWhole) -> torch.Tensor:

@@ -30,6 +30,7 @@ def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink, u
     RuntimeError in one line for one that its module has no more.
     `units` are all that have homes. `sink` gets the gradient of a parameter when autograd has summed it.
     """
+    microbatch = running_microbatch()
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else NO_CONTEXT:
         for tensor in unit.tensors:
             host, stand_in = tensor.host, None
@@ -38,10 +39,10 @@ def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink, u
                 held = attribute.module._buffers if tensor.is_buffer else attribute.module._parameters
                 if isinstance(held, dict) and held.get(attribute.name) is host and not attribute.is_recurrent:
                     if stand_in is None:
-                        stand_in = _stand_in(unit, tensor, slot, sink)
+                        stand_in = _stand_in(unit, tensor, slot, sink, microbatch)
                     held[attribute.name] = stand_in
                 elif attribute.tensor is host:
-                    stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink)
+                    stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink, microbatch)
                     attribute.assign(stand_in)
                 else:
                     _install_own(tensor, attribute, slot, units)
@@ -152,7 +153,7 @@ def copy_of_stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, si
         if not tensor.trains:
             copies = [view.clone() for view in views]
             return over(tensor.host, copies) if tensor.is_buffer else _frozen(tensor.host, copies)
-        copy = _joined(unit, tensor, views[0], sink).clone()
+        copy = _joined(unit, tensor, views[0], sink, running_microbatch()).clone()
         if copy.grad_fn is not None:
             # Its gradient is added to those of other uses when it is made, as without the copy.
             set_sequence_number(copy.grad_fn, AT_ONCE)
@@ -167,12 +168,14 @@ def _is_elsewhere(own: torch.Tensor, units: Sequence[OffloadUnit], device: torch
     return any(0 <= own.data_ptr() - home.data_ptr() < home.numel() for home in homes)
 
 
-def _stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
+def _stand_in(
+    unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink, microbatch: int | None
+) -> torch.Tensor:
     views = tensor.slot_views.get(slot.index) or tensor.views_in(slot)
     if not (tensor.is_buffer or tensor.layout.is_compound):
         stand_in = tensor.joined
-        if stand_in is None or running_microbatch() is not None:
-            stand_in = _joined(unit, tensor, views[0], sink)
+        if stand_in is None or microbatch is not None:
+            stand_in = _joined(unit, tensor, views[0], sink, microbatch)
         else:
             object.__setattr__(stand_in, "data", views[0])
         tensor.device, tensor.device_version = stand_in, stand_in._version
@@ -208,36 +211,33 @@ def _frozen(host: nn.Parameter, memory: list[torch.Tensor]) -> torch.Tensor:
     return stand_in
 
 
-def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+def _joined(
+    unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink, microbatch: int | None
+) -> torch.Tensor:
     """Returns the stand-in of a parameter, with `view` as its data: one a step, and the same in the next.
 
     Autograd then sums the gradients of all its uses before they leave, as it would for a resident parameter. Where
     microbatches run side by side, each has its share of the stand-in, which sums the gradients of its uses first.
     """
-    if tensor.joined is None:
+    joined, host = tensor.joined, tensor.host
+    if joined is None:
         joined, tensor.joined_before = tensor.joined_before, None
-        if joined is not None and _serves_again(joined, tensor.host):
+        # Its user may have replaced the parameter, or frozen it; an operation in place has given it another node.
+        is_joined = joined is not None and type(joined.grad_fn) is OnDevice._backward_cls
+        if joined is not None and joined.__dict__[STANDS_FOR] is host and host.requires_grad == is_joined:
             joined.__dict__.clear()
-        elif tensor.trains:
+        elif host.requires_grad:
             joined = joined_to_host(unit, tensor, view, sink)
         else:
             joined = nn.Parameter(view.data, requires_grad=False)
-        tensor.joined = like_host(joined, tensor.host)
-    give_data(tensor.joined, view)
-    microbatch = running_microbatch()
-    if microbatch is None or not tensor.trains:
-        return tensor.joined
+        tensor.joined = like_host(joined, host)
+    object.__setattr__(joined, "data", view)
+    if microbatch is None or not host.requires_grad:
+        return joined
     if microbatch not in tensor.shares:
-        tensor.shares[microbatch] = like_host(share_of(tensor.joined, view.data), tensor.host)
+        tensor.shares[microbatch] = like_host(share_of(joined, view.data), host)
     give_data(tensor.shares[microbatch], view)
     return tensor.shares[microbatch]
-
-
-def _serves_again(joined: torch.Tensor, host: nn.Parameter) -> bool:
-    """Tells whether the stand-in of an earlier step is that of `host`, which its user may have replaced or frozen."""
-    # An operation in place has given it another node.
-    is_joined = type(joined.grad_fn) is OnDevice._backward_cls
-    return joined.__dict__[STANDS_FOR] is host and host.requires_grad == is_joined
 
 
 def _take_replacement(tensor: UnitTensor, attribute: ModuleAttribute) -> bool:

@@ -135,13 +135,21 @@ class Windows:
         end_watch(self._watched)
         self._end_watch_of_contexts()
 
-    def run(self, module: nn.Module, read: Read, forward: Callable, arguments: tuple, keywords: dict) -> object:
-        """Runs the forward of a module with windows on the units of `read`, the tensors that it may read."""
+    def run(
+        self,
+        module: nn.Module,
+        read: Read,
+        units: Sequence[OffloadUnit],
+        forward: Callable,
+        arguments: tuple,
+        keywords: dict,
+    ) -> object:
+        """Runs the forward of a module with windows on `units`, those of `read`, the tensors that it may read."""
         check_no_transform(even_vmap=bool(read))
         self._sink.begin_forward()
         running, scope = self.threads.running, Scope(module)
         with NO_CONTEXT if self._keeps_units else self._kept(), self._running(running, scope):
-            for unit in dict.fromkeys([unit for unit, _ in read]):
+            for unit in units:
                 self._open(unit, scope, running)
             if self.final.has_landed:
                 for unit, tensor in read:
@@ -212,7 +220,7 @@ class Windows:
         homes: list[Home] = []
         for unit in self._units:
             homes.append((unit.weights.bytes, unit.name))
-            apart = (tensor for tensor in unit.tensors if unit.is_fixed or not tensor.is_home)
+            apart = unit.tensors if unit.is_fixed else unit.strays()
             homes += [(part.data, tensor.name) for tensor in apart for part in tensor.parts_of(tensor.host)]
         return homes
 
@@ -334,7 +342,7 @@ class ForwardInWindows(ReplacedForward):
     def __init__(self, module: nn.Module, read: Read, windows: Windows):
         super().__init__(module)
         self._read = read
-        self._units = frozenset(unit for unit, _ in read)
+        self._units = tuple(dict.fromkeys(unit for unit, _ in read))
         self._windows = windows
 
     def __call__(self, *arguments: object, **keywords: object) -> object:
@@ -361,7 +369,7 @@ class ForwardInWindows(ReplacedForward):
         return (self._found if is_found else self._forward)(*arguments, **keywords)
 
     def run(self, *arguments: object, **keywords: object) -> object:
-        return self._windows.run(self._module, self._read, self._forward, arguments, keywords)
+        return self._windows.run(self._module, self._read, self._units, self._forward, arguments, keywords)
 
 
 def _units_inside(cut: CutModel, module: nn.Module) -> tuple[frozenset[OffloadUnit], int]:

@@ -164,11 +164,14 @@ def test_a_forward_knows_whether_backward_runs_it():
     assert not internals.is_in_backward()
 
 
-def test_a_profiler_that_runs_is_noticed():
-    assert not internals.is_profiling()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert internals.is_profiling()
-    assert not internals.is_profiling()
+def test_a_range_is_opened_where_a_profiler_runs():
+    assert internals.profiled("a range") is internals.NO_CONTEXT
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        context = internals.profiled("a range")
+        context.__enter__()
+        context.__exit__(None, None, None)
+    assert "a range" in {event.key for event in profile.key_averages()}
+    assert internals.profiled("a range") is internals.NO_CONTEXT
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
