@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from training.data.packing import epoch_order
+from training.data.packing import epoch_order, places_of_batch, spread_batches
 from training.errors import UserError
 
 
@@ -44,28 +44,15 @@ class NumberedExamples(ABC):
         """
 
     def batch(self, index: int) -> dict[str, Tensor]:
-        """Returns batch `index` >= 0 on the CPU. Earlier calls do not change it.
-
-        Examples continue from epoch to epoch, so a batch may contain the end of one and the start of the next.
-        """
-        numbers, epochs = [], []
-        for place in range(index * self._batch_size, (index + 1) * self._batch_size):
-            epoch, position = divmod(place, self.num_blocks)
-            numbers.append(int(epoch_order(self.num_blocks, self._seed, epoch)[position]))
-            epochs.append(epoch)
-        return self.examples(numbers, epochs)
+        """Returns batch `index` >= 0 on the CPU. Earlier calls do not change it."""
+        places = places_of_batch(index, self._batch_size, self.num_blocks)
+        numbers = [int(epoch_order(self.num_blocks, self._seed, epoch)[position]) for epoch, position in places]
+        return self.examples(numbers, [epoch for epoch, _ in places])
 
     def eval_batches(self, count: int) -> list[dict[str, Tensor]]:
-        """Returns `count` batches of held-out examples, the same at each call, on the CPU.
-
-        Their numbers are spread evenly. Where there are too few, each is there once: batches are fewer, and the last is
-        smaller. Empty if nothing is held out.
-        """
-        available = self._count - self.num_blocks
-        wanted = min(count * self._batch_size, available)
-        numbers = [self.num_blocks + place * available // wanted for place in range(wanted)]
-        batches = [numbers[start : start + self._batch_size] for start in range(0, wanted, self._batch_size)]
-        return [self.examples(batch, [-1] * len(batch)) for batch in batches]
+        """Returns `count` batches of held-out examples (`spread_batches`) on the CPU, the same at each call."""
+        batches = spread_batches(count, self._batch_size, self._count - self.num_blocks)
+        return [self.examples([self.num_blocks + n for n in batch], [-1] * len(batch)) for batch in batches]
 
 
 def check_share(eval_share: float) -> None:

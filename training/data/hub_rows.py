@@ -1,12 +1,119 @@
-"""Opens a dataset of the Hugging Face Hub, or a local folder of the same layout, as rows that are read when needed."""
+"""Rows of a dataset of the Hugging Face Hub, or of a local folder of the same layout, which are read when needed."""
 
+import hashlib
 import os
+import shutil
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from training.data.corpus import import_datasets
+from training.data.corpus import check_column, import_datasets
+from training.data.examples import check_share
 from training.data.hub_client import ask_hub
 from training.errors import UserError, first_line
+
+
+class HubStream(ABC):
+    """Streams a dataset of the Hugging Face Hub, or of a local folder with the same layout, without storing it.
+
+    Each epoch shuffles the shards, and the rows through a buffer. Batches of increasing index are read one after
+    another. A jump forward reads and drops what is in between; a jump back starts again from the first row. So
+    resuming a long run reads its data once more. The batches are the same either way.
+
+    A split of its own (`eval_split`) is held out, or the examples whose hash is in the first `eval_share` of all
+    hashes: no epoch has them, whatever the order in which it reads, nor another row with the same content.
+
+    Args:
+        name: `owner/name` on the Hub, or a local folder.
+        config_name: the dataset's configuration (subset); None where it has only one.
+        split: the name of the split.
+        revision: a commit, tag or branch; a commit keeps batches the same when the owner adds rows.
+        columns: {key: column that it names}, those that are read.
+        shuffle_buffer: the number of rows among which the next is drawn.
+        eval_split: the name of the split to evaluate on, such as validation; None takes examples of `split`.
+        eval_share: the share of the examples of `split` that is held out where `eval_split` is None, from 0 to 0.5.
+        cache_dir: a folder for the metadata that the Hub's client stores; None for a temporary one.
+
+    Raises:
+        UserError: within seconds, if there is no network or no such dataset, configuration, split or column. Also
+            later, if an example cannot be used, or the network fails for longer than the retries of `datasets` last.
+    """
+
+    num_blocks = None
+    otherwise: ClassVar[str]
+    """what to do without the Hub, for messages"""
+
+    def __init__(
+        self,
+        name: str,
+        config_name: str | None,
+        split: str,
+        revision: str | None,
+        columns: Mapping[str, str],
+        *,
+        seed: int,
+        shuffle_buffer: int,
+        eval_split: str | None,
+        eval_share: float,
+        cache_dir: str | Path | None,
+    ):
+        if not name:
+            raise UserError("dataset.name is empty: give dataset.name=OWNER/NAME, a dataset on huggingface.co")
+        check_share(eval_share)
+        if cache_dir is None:
+            cache_dir = tempfile.mkdtemp(prefix="datasets-")
+            weakref.finalize(self, shutil.rmtree, cache_dir, ignore_errors=True)
+        self._name, self._columns = name, columns
+        self._given = {"revision": revision, "folder": str(cache_dir), "otherwise": self.otherwise}
+        self._config_name = config_name
+        self._eval_split, self._eval_share = eval_split, eval_share if eval_split is None else 0.0
+        self._stored = self._opened(split)
+        self._rows = self._stored.shuffle(seed=seed & 0xFFFF_FFFF_FFFF_FFFF, buffer_size=shuffle_buffer)
+
+    @abstractmethod
+    def _example(self, row: dict[str, Any]) -> tuple[bytes, Any] | None:
+        """Returns what is hashed of a row, and its example; None for one without. Raises UserError for a wrong one."""
+
+    def _opened(self, split: str, key: str = "split") -> Any:
+        rows = open_rows(self._name, self._config_name, split, split_key=key, **self._given)
+        for column_key, column in self._columns.items():
+            check_column(column, columns_of(rows), self._name, column_key)
+        return rows.select_columns(list(dict.fromkeys(self._columns.values())))
+
+    def _epoch(self, number: int) -> Iterator[Any]:
+        """Yields the examples of an epoch."""
+        self._rows.set_epoch(number)
+        return self._read(self._rows, held_out=False)
+
+    def _held_out(self) -> Iterator[Any]:
+        """Yields those that are held out, as they are stored. Raises UserError for an unknown `eval_split`."""
+        if self._eval_split is not None:
+            return self._read(self._opened(self._eval_split, "eval_split"), held_out=False)
+        return self._read(self._stored, held_out=True) if self._eval_share else iter(())
+
+    def _read(self, rows: Any, held_out: bool) -> Iterator[Any]:
+        try:
+            for row in rows:
+                found = self._example(row)
+                if found is not None and self._is_held_out(found[0]) == held_out:
+                    yield found[1]
+        except UserError:
+            raise
+        except Exception as error:  # network, Arrow and JSON libraries raise errors without a common base class
+            raise UserError(
+                f"dataset.name={self._name}: reading failed ({first_line(error)}); check the network and start again, "
+                f"{self.otherwise}"
+            ) from error
+
+    def _is_held_out(self, content: bytes) -> bool:
+        if not self._eval_share:
+            return False
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        return int.from_bytes(digest) < self._eval_share * 2**64
 
 
 def open_rows(

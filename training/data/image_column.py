@@ -1,11 +1,7 @@
 """Pictures in a column of a dataset of the Hugging Face Hub, or of local parquet files."""
 
 import hashlib
-import shutil
-import tempfile
-import weakref
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,29 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.data.corpus import check_column, import_datasets
-from training.data.examples import check_share
-from training.data.hub_rows import columns_of, open_rows
+from training.data.corpus import import_datasets
+from training.data.hub_rows import HubStream
 from training.data.pictures import as_images, check_square, decoded, meta_images, square_of
-from training.errors import UserError, first_line
-
-USE_FOLDER = "or train on a local folder with dataset=images dataset.folder=PATH"
+from training.errors import UserError
 
 
-class ImageColumn:
-    """Streams pictures and labels of a dataset of the Hub, or of a local folder of parquet files, without storing them.
-
-    Rows are shuffled and read as in `training.data.hub.HubText`: batches of increasing index one after another, a jump
-    back from the first row again. At the end of an epoch of parquet files `datasets` waits for five seconds.
+class ImageColumn(HubStream):
+    """Streams pictures and labels, as `HubStream` does. At the end of an epoch of parquet files `datasets` waits for
+    five seconds.
 
     Batches are as in `training.data.images.ImageFolder`: `images`, float32 [B, 3, size, size] from -1 to 1, and
     `labels`, int64 [B]. A picture's short side becomes `size`.
 
-    A split of its own (`eval_split`) is held out, or the pictures whose hash is in the first `eval_share` of all.
-
     Args:
-        name: `owner/name` on the Hub, or a local folder with parquet files.
-        config_name, split, revision, shuffle_buffer, eval_split, eval_share, cache_dir: as for `HubText`.
         image_column: the column of pictures: of the type Image, or with the bytes of picture files.
         label_column: the column of labels, whole numbers; null for none.
         num_classes: labels are below this; null where the dataset's own type of the column tells.
@@ -44,13 +31,9 @@ class ImageColumn:
         crop: "random" takes a new square of a picture in each epoch, "centre" the middle. Those held out are "centre".
         flip: whether half of the pictures are mirrored, others in each epoch.
         seq_len: unused; every dataset accepts it.
-
-    Raises:
-        UserError: within seconds, if there is no network or no such dataset, configuration, split or column. Also
-            later, if a picture or label cannot be used, or the network fails for long.
     """
 
-    num_blocks = None
+    otherwise = "or train on a local folder with dataset=images dataset.folder=PATH"
 
     def __init__(
         self,
@@ -73,23 +56,24 @@ class ImageColumn:
         eval_share: float = 0.0,
         cache_dir: str | Path | None = None,
     ):
-        if not name:
-            raise UserError("dataset.name is empty: give dataset.name=OWNER/NAME, a dataset on huggingface.co")
         check_square(size, crop)
-        check_share(eval_share)
-        if cache_dir is None:
-            cache_dir = tempfile.mkdtemp(prefix="datasets-")
-            weakref.finalize(self, shutil.rmtree, cache_dir, ignore_errors=True)
-        self._name = name
         self._image_column, self._label_column = image_column, label_column
         self._seed, self._batch_size = seed, batch_size
         self._size, self._crop, self._flip = size, crop, flip
-        self._eval_split = eval_split
-        self._eval_share = eval_share if eval_split is None else 0.0
-        self._open_split = partial(self._open, config_name, revision=revision, folder=str(cache_dir))
-        self._stored_rows = self._open_split(split)
+        columns = {"image_column": image_column, "label_column": label_column}
+        super().__init__(
+            name,
+            config_name,
+            split,
+            revision,
+            {key: column for key, column in columns.items() if column is not None},
+            seed=seed,
+            shuffle_buffer=shuffle_buffer,
+            eval_split=eval_split,
+            eval_share=eval_share,
+            cache_dir=cache_dir,
+        )
         self.num_classes = None if label_column is None else self._classes(num_classes)
-        self._rows = self._stored_rows.shuffle(seed=seed & 0xFFFF_FFFF_FFFF_FFFF, buffer_size=shuffle_buffer)
         self._restart()
 
     @staticmethod
@@ -118,33 +102,21 @@ class ImageColumn:
         Reads from the beginning until there are enough. Empty where nothing is held out. Raises UserError as `batch`
         does, and for an unknown `eval_split`.
         """
-        if self._eval_split is not None:
-            rows = self._usable(self._open_split(self._eval_split, key="eval_split"))
-        else:
-            rows = self._usable(self._stored_rows, held_out=True) if self._eval_share else iter(())
-        examples = [(row, None) for row in islice(rows, count * self._batch_size)]
+        examples = [(row, None) for row in islice(self._held_out(), count * self._batch_size)]
         return [
             self._batch_of(examples[start : start + self._batch_size])
             for start in range(0, len(examples), self._batch_size)
         ]
 
-    def _open(self, config_name: str | None, split: str, revision: str | None, folder: str, key: str = "split") -> Any:
-        rows = open_rows(
-            self._name, config_name, split, revision=revision, folder=folder, split_key=key, otherwise=USE_FOLDER
-        )
-        columns = {"image_column": self._image_column, "label_column": self._label_column}
-        columns = {key: column for key, column in columns.items() if column is not None}
-        for column_key, column in columns.items():
-            check_column(column, columns_of(rows), self._name, column_key)
-        rows = rows.select_columns(list(dict.fromkeys(columns.values())))
-        datasets = import_datasets()
+    def _opened(self, split: str, key: str = "split") -> Any:
+        rows, datasets = super()._opened(split, key), import_datasets()
         if rows.features and isinstance(rows.features[self._image_column], datasets.Image):
             # The library would decode without a limit.
             rows = rows.cast_column(self._image_column, datasets.Image(decode=False))
         return rows
 
     def _classes(self, given: int | None) -> int:
-        features = self._stored_rows.features or {}
+        features = self._stored.features or {}
         known = getattr(features.get(self._label_column), "num_classes", None)
         if known is None and given is None:
             raise UserError(
@@ -162,28 +134,16 @@ class ImageColumn:
         """Yields rows with the integers of their variation, epoch after epoch without end."""
         epoch = 0
         while True:
-            self._rows.set_epoch(epoch)
             number = -1
-            for number, row in enumerate(self._usable(self._rows)):
+            for number, row in enumerate(self._epoch(epoch)):
                 yield row, (self._seed, number, epoch)
             if number < 0:
                 raise UserError(f"dataset.name={self._name}: no pictures to train on; choose another dataset")
             epoch += 1
 
-    def _usable(self, rows: Any, held_out: bool = False) -> Iterator[dict[str, Any]]:
-        """Yields {image: bytes, label} of each row that is held out or is not."""
-        try:
-            for row in rows:
-                content = self._content(row[self._image_column])
-                if self._is_held_out(content) == held_out:
-                    yield {"image": content, "label": self._label(row)}
-        except UserError:
-            raise
-        except Exception as error:  # network and Arrow libraries raise errors without a common base class
-            raise UserError(
-                f"dataset.name={self._name}: reading failed ({first_line(error)}); check the network and start again, "
-                f"{USE_FOLDER}"
-            ) from error
+    def _example(self, row: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+        content = self._content(row[self._image_column])
+        return content, {"image": content, "label": self._label(row)}
 
     def _content(self, value: Any) -> bytes:
         if isinstance(value, dict):
@@ -191,7 +151,7 @@ class ImageColumn:
         if not isinstance(value, bytes):
             raise UserError(
                 f"dataset.image_column={self._image_column}: contains {type(value).__name__}, not the bytes of"
-                f" pictures, in {self._name}; name another column, {USE_FOLDER}"
+                f" pictures, in {self._name}; name another column, {self.otherwise}"
             )
         return value
 
@@ -205,12 +165,6 @@ class ImageColumn:
                 f" {self.num_classes - 1}, in {self._name}; name another column, or give dataset.num_classes"
             )
         return label
-
-    def _is_held_out(self, content: bytes) -> bool:
-        if not self._eval_share:
-            return False
-        digest = hashlib.blake2b(content, digest_size=8).digest()
-        return int.from_bytes(digest) < self._eval_share * 2**64
 
     def _batch_of(self, examples: list[tuple[dict[str, Any], tuple[int, ...] | None]]) -> dict[str, Tensor]:
         batch = {"images": as_images([self._square(row["image"], variation) for row, variation in examples])}

@@ -72,28 +72,37 @@ class PackedTokens:
         return hashlib.sha256(self._tokens.astype(self._tokens.dtype.newbyteorder("<"), copy=False)).hexdigest()
 
     def batch(self, index: int) -> torch.Tensor:
-        """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU. Earlier calls do not change it.
-
-        Block numbers continue from epoch to epoch, so a batch may contain the end of one and the start of the next.
-        """
-        first = index * self._batch_size
-        rows = []
-        for number in range(first, first + self._batch_size):
-            epoch, position = divmod(number, self.num_blocks)
-            rows.append(epoch_order(self.num_blocks, self._seed, epoch)[position])
+        """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU. Earlier calls do not change it."""
+        places = places_of_batch(index, self._batch_size, self.num_blocks)
+        rows = [epoch_order(self.num_blocks, self._seed, epoch)[position] for epoch, position in places]
         return blocks_of(self._tokens, rows, self._seq_len)
 
     def eval_batches(self, count: int) -> list[torch.Tensor]:
         """Returns `count` batches of the held-out tokens: int64 [batch_size, seq_len + 1] on the CPU.
 
-        Their blocks are spread evenly. Where there are too few, each is there once: batches are fewer, and the last is
-        smaller. Empty if nothing is held out.
+        Their blocks are those of `spread_batches`. Empty if nothing is held out.
         """
         available = max((len(self._held_out) - 1) // self._seq_len, 0)
-        wanted = min(count * self._batch_size, available)
-        numbers = [position * available // wanted for position in range(wanted)]
-        batches = [numbers[start : start + self._batch_size] for start in range(0, wanted, self._batch_size)]
+        batches = spread_batches(count, self._batch_size, available)
         return [blocks_of(self._held_out, batch, self._seq_len) for batch in batches]
+
+
+def places_of_batch(index: int, batch_size: int, num_blocks: int) -> list[tuple[int, int]]:
+    """Returns the epoch of each row of a batch, and its place in the epoch's order.
+
+    Rows continue from epoch to epoch, so a batch may contain the end of one and the start of the next.
+    """
+    return [divmod(place, num_blocks) for place in range(index * batch_size, (index + 1) * batch_size)]
+
+
+def spread_batches(count: int, batch_size: int, available: int) -> list[list[int]]:
+    """Returns `count` batches of numbers below `available`, spread evenly.
+
+    Where there are too few, each is there once: batches are fewer, and the last is smaller.
+    """
+    wanted = min(count * batch_size, available)
+    numbers = [place * available // wanted for place in range(wanted)]
+    return [numbers[start : start + batch_size] for start in range(0, wanted, batch_size)]
 
 
 def blocks_of(tokens: np.ndarray, numbers: Sequence[int], seq_len: int) -> torch.Tensor:

@@ -94,13 +94,6 @@ def test_held_out_pictures_are_in_no_epoch(repository: str) -> None:
     assert ImageColumn(repository, **SIZES).eval_batches(3) == []
 
 
-def test_a_split_of_its_own_is_evaluated_on(repository: str) -> None:
-    dataset = ImageColumn(repository, **SIZES, eval_split="validation", eval_share=0.5)
-    (batch,) = dataset.eval_batches(3)
-    assert sorted(red(batch)) == [90, 91]
-    assert {level for index in range(5) for level in red(dataset.batch(index))} == set(range(ROWS))
-
-
 def test_plain_columns_of_bytes_are_read(tmp_path: Path) -> None:
     table = pyarrow.table({"picture": [png(level) for level in (1, 12)], "kind": [0, 1]})
     parquet.write_table(table, tmp_path / "train.parquet")

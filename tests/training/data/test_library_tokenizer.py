@@ -55,26 +55,12 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "t.json")
 
 
-def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
-    with pytest.raises(UserError, match=r"has no end-of-text token \(looked for .*</s>"):
-        load_tokenizer(tmp_path / "t.json")
-
-
 def test_dropout_is_off_and_said_to_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     vocab = {"a": 0, "b": 1, "ab": 2, "</s>": 3}
     Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")], dropout=0.5)).save(str(tmp_path / "t.json"))
     loaded = load_tokenizer(tmp_path / "t.json")
     assert [list(ids) for ids in loaded.encode_batch(["ab" * 50] * 3)] == [[2] * 50] * 3
     assert "its BPE dropout of 0.5 is off here" in caplog.text
-
-
-def test_without_dropout_nothing_is_said(
-    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer.save(str(tmp_path / "t.json"))
-    load_tokenizer(tmp_path / "t.json")
-    assert not caplog.text
 
 
 def changed(path: Path, **parts: object) -> Path:

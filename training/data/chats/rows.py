@@ -18,7 +18,7 @@ from torch import Tensor
 
 from training.batches import IGNORED_LABEL
 from training.data.chats.rendering import Sample
-from training.data.packing import epoch_order, random_words, token_dtype
+from training.data.packing import epoch_order, places_of_batch, random_words, token_dtype
 
 # The samples of so many batches are sorted by length. More would save padding, and fewer leave more to chance: which
 # samples are in a batch together.
@@ -116,11 +116,8 @@ class Rows(ABC):
 
     def rows_of(self, index: int) -> list[int]:
         """Returns the rows of batch `index` >= 0; a batch may have the end of one epoch and the start of the next."""
-        rows = []
-        for place in range(index * self._batch_size, (index + 1) * self._batch_size):
-            epoch, position = divmod(place, self.num_blocks)
-            rows.append(int(self.order(epoch)[position]))
-        return rows
+        places = places_of_batch(index, self._batch_size, self.num_blocks)
+        return [int(self.order(epoch)[position]) for epoch, position in places]
 
     def names(self, index: int, place: Callable[[int], str]) -> str:
         """Names the examples of batch `index`, by the `place` of each; of many the first, and how many more."""
