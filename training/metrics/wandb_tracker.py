@@ -59,7 +59,6 @@ _Task = Callable[["wandb.Run"], object]
 
 
 def run_name(choices: Mapping[str, str], seed: int) -> str:
-    """Returns `model-offload-seed`, from the chosen options of the config groups."""
     return f"{choices['model']}-{choices['offload']}-{seed}"
 
 

@@ -87,13 +87,10 @@ class Timeline:
         gaps = subtract([(self.start_us, self.end_us)], computing)
         return [(start, end) for start, end in gaps if end - start > MIN_STALL_US]
 
-    def periods(self, lane: str) -> Periods:
-        """Returns the periods of a lane, the stalls included."""
-        return self.stalls() if lane == STALL else self.busy(lane)
-
     def busy_ms(self) -> dict[str, float]:
         """Returns the milliseconds that each lane works, without empty lanes that are not always drawn."""
-        found = {lane: total_us(self.periods(lane)) / 1e3 for lane in LANES}
+        periods = {lane: self.stalls() if lane == STALL else self.busy(lane) for lane in LANES}
+        found = {lane: sum(end - start for start, end in worked) / 1e3 for lane, worked in periods.items()}
         return {lane: ms for lane, ms in found.items() if ms or lane in ALWAYS_DRAWN}
 
     def summary(self) -> str:
@@ -186,11 +183,6 @@ def subtract(periods: Periods, holes: Periods) -> Periods:
     return left
 
 
-def total_us(periods: Periods) -> float:
-    """Returns the summed length of periods."""
-    return sum(end - start for start, end in periods)
-
-
 def _device_intervals(events: Sequence[dict]) -> Iterator[Interval]:
     """Yields the work of a GPU: copies by direction, and kernels by the kind of their stream."""
     compute = _compute_stream(events)
@@ -227,7 +219,6 @@ def _program_intervals(events: Sequence[dict], ranges: Sequence[dict]) -> Iterat
 
 
 def _lane_of(event: dict, lanes: Mapping[str, str]) -> str | None:
-    """Returns the lane whose prefix the event's name has, or None."""
     return next((lane for prefix, lane in lanes.items() if event["name"].startswith(prefix)), None)
 
 

@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -19,29 +19,22 @@ from training.runs.files import TRACE_FOLDER
 
 logger = logging.getLogger(__name__)
 
-
 VIEWER = "https://ui.perfetto.dev"
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """The files of a traced step, in the run's directory."""
+class StepTrace(NamedTuple):
+    """The files of a traced step: in Chrome's trace event format, compressed, and a PNG, None if drawing failed."""
 
     step: int
     trace: Path
-    """in Chrome's trace event format, gzip-compressed"""
     picture: Path | None
-    """PNG; None if drawing failed"""
 
 
 class Tracer:
     """Traces one step of a run. Errors never stop the run: each becomes one warning.
 
     Args:
-        config: the run's configuration, which chooses the step; see `step_to_trace`.
-        run_dir: the run's directory; files go to TRACE_DIR in it.
-        streams: the run's streams.
-        title: the title of the picture.
+        title: of the picture.
         steps_done: the step after which the run resumes; it warms up again from there.
     """
 

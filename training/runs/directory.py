@@ -109,10 +109,7 @@ def _has_records(run_dir: Path) -> bool:
 
 
 def refuse_folders_of_others(run_dir: Path) -> None:
-    """Raises UserError for a directory in which a run's files would lie among, or replace, those of something else.
-
-    That is the folder of this program, and one with a configuration that no run wrote.
-    """
+    """Raises UserError for the folder of this program, and for one with a configuration that no run wrote."""
     own = "hydra.run.dir=runs/NAME"
     refuse_program_folder(run_dir, own)
     written_by_a_run = any(os.path.lexists(run_dir / name) for name in (LOCK_FILE, CHOICES_FILE))
@@ -134,8 +131,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Locks the directory for this process; the system releases the lock however the process ends.
 
     The lock file stays: if it were removed, two waiting processes could each lock a different file of that name.
-    Raises UserError if another process has the lock, if the lock file cannot be written, if a file that a run writes
-    there is a link or a pipe, and for a directory of something else.
+    Raises UserError where that fails, and for a directory in which a run may not write.
     """
     refuse_strange_files(run_dir)
     refuse_folders_of_others(run_dir)

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -204,8 +203,6 @@ class LocalLauncher(ClusterLauncher):
 
 
 class SlurmLauncher(ClusterLauncher):
-    """Submits the jobs to SLURM, as arrays."""
-
     cluster = "slurm"
 
 
@@ -233,11 +230,7 @@ def _resumes(override: str) -> bool:
 @contextmanager
 def _user_signal_interrupts() -> Iterator[None]:
     """Makes the signal that submitit has schedulers send before they end a job interrupt it, inside the block."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR2, interrupt)
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
     try:
         yield
     finally:
@@ -247,12 +240,10 @@ def _user_signal_interrupts() -> Iterator[None]:
 @contextmanager
 def _found_from_anywhere() -> Iterator[None]:
     """Makes processes that are started inside the block find this repository's modules, whatever their directory is."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before)))
+    before = os.environ.copy()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before.get("PYTHONPATH"))))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        os.environ.pop("PYTHONPATH")
+        os.environ |= before

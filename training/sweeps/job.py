@@ -29,25 +29,28 @@ GRACE_S = 300.0
 
 @dataclass
 class SweepJob:
-    """One job of a sweep, and how it ended."""
+    """One job of a sweep, and how it ended.
+
+    Attributes:
+        timeout_min: minutes after which the job is asked to save and end.
+        grace_s: seconds that it may save for after that, before it is killed.
+        exit_status: as in subprocess: a negative one is the signal that ended the process; None: not ended.
+        sent: the signals that the sweep sent it while it ran.
+        queued: a scheduler has it, so it runs whether the sweep's process does or not.
+        refused: its directory has the results of an earlier run, which it left as they were.
+    """
 
     number: int
     overrides: list[str]
     directory: Path
     timeout_min: float | None = None
-    """minutes after which the job is asked to save and end"""
     grace_s: float = field(default_factory=lambda: GRACE_S)
-    """seconds that it may save for after that, before it is killed"""
     exit_status: int | None = None
-    """as in subprocess: a negative one is the signal that ended the process; None: not ended"""
     summary: dict[str, Any] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
-    """the signals that the sweep sent it while it ran"""
     queued: bool = False
-    """True: a scheduler has it, so it runs whether the sweep's process does or not"""
     timed_out: bool = False
     refused: bool = False
-    """True: its directory has the results of an earlier run, which it left as they were"""
 
     @property
     def outcome(self) -> tuple[str, str]:
@@ -152,9 +155,7 @@ class SweepJob:
             return "interrupted", "interrupted"
         status = self.summary.get("status", "ok")
         # A process that fails after its summary said ok failed all the same.
-        if status == "ok":
-            return "failed", self.summary.get("reason") or f"exit status {self.exit_status}"
-        return status, self.summary.get("reason") or f"exit status {self.exit_status}"
+        return "failed" if status == "ok" else status, self.summary.get("reason") or f"exit status {self.exit_status}"
 
     def _record_outcome(self) -> None:
         """Writes into the summary how the job ended, if the job could not do that itself; keeps the rest of it."""
