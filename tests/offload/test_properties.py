@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from offload.activations.checkpointing import recompute
 from offload.modes import shard_offload
 from offload.modes.none import Resident
 from tests.offload.helpers import updates
 from tests.offload.helpers.models import assert_same, same_as_resident, with_copy
+from tests.offload.helpers.modes import recomputing
 from tests.offload.helpers.random_models import Assembled, Spec, activation_modes, built, shards, specs, weight_modes
 from tests.offload.helpers.random_updates import assert_same_as_in_turn
 from tests.offload.helpers.small import make_small
@@ -44,24 +44,6 @@ def fitting(mode: tuple[str, dict], model: Assembled):
     except ValueError:
         assume(False)
     return made
-
-
-def recomputing(mode):
-    """Makes `mode` recompute the blocks once it has attached, as the training loop does."""
-    if mode.recomputes:
-        return mode
-    attach, detach = mode.attach, mode.detach
-
-    def attach_both(model: Assembled, streams) -> None:
-        attach(model, streams)
-        mode.undo = recompute(model.blocks)
-
-    def detach_both() -> None:
-        mode.undo()
-        detach()
-
-    mode.attach, mode.detach = attach_both, detach_both
-    return mode
 
 
 def comparable(spec: Spec, mode: tuple[str, dict], microbatches: int) -> bool:

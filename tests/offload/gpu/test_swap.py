@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload.activations.checkpointing import recompute
 from offload.modes import tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -18,6 +17,7 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.streams.transfer import Transfer
 from tests.offload.helpers.late import ON_A_GPU, gpu_inputs
 from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, train, with_copy
+from tests.offload.helpers.modes import recomputing
 
 pytestmark = ON_A_GPU
 
@@ -120,12 +120,7 @@ def test_memory_is_really_released(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_only_the_inputs_of_recomputed_blocks_leave():
-    class Recomputed(TensorSwap):
-        def attach(self, model, streams):
-            super().attach(model, streams)
-            recompute(model.blocks)
-
-    model, mode = Stack(width=512, depth=8), Recomputed(Resident())
+    model, mode = Stack(width=512, depth=8), recomputing(TensorSwap(Resident()))
     with attached(mode, model, "cuda"):
         with mode.step():
             model(torch.randn(8192, 8, device="cuda")).square().mean().backward()

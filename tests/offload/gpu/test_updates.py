@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -20,10 +16,10 @@ from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
 from offload.weights.gradients import ring
 from offload.weights.gradients.ring import GradientRing
-from tests.offload.helpers.late import ON_A_GPU, make_late
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
+from tests.offload.helpers import updates
+from tests.offload.helpers.late import ON_A_GPU, gpu_inputs, make_late
+from tests.offload.helpers.models import Stack, assert_same, attached, with_copy
 from tests.offload.helpers.optimizers import SETTINGS, needs_compiler
-from training.run.loop import clip_scale, gradient_norm
 
 pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("small_activations")]
 
@@ -39,59 +35,24 @@ MODES = {
 def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes updates as fast as they are, or so slow that they take longer than a step of the device."""
     if request.param == "slow":
-        make_slow(monkeypatch)
-
-
-def make_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    apply = HostAdamW.apply
-
-    def late_apply(self, claims, scale=1.0):
-        if threading.current_thread().name == "host optimizer":
-            time.sleep(0.005)
-        apply(self, claims, scale)
-
-    monkeypatch.setattr(HostAdamW, "apply", late_apply)
+        updates.sleepy(monkeypatch)
 
 
 def train(
-    model: nn.Module,
-    mode,
-    early: bool | None,
-    *,
-    microbatches: int = 2,
-    clip_norm: float | None = None,
-    compile: str = "off",
-    releases: bool = False,
-    device_share: int = 0,
-    speculation: Speculation | None = None,
+    model: nn.Module, mode, early: bool | None, *, microbatches: int = 2, compile: str = "off", **options
 ) -> list[torch.Tensor]:
     """Returns losses, some evaluations, states and weights. `early` None: the optimizer makes all updates itself."""
-    mode.release_gradients(releases)
-    dtype = model.head.weight.dtype
+    dtype, steps = model.head.weight.dtype, 0
 
-    def loss_of(step: int, index: int) -> torch.Tensor:
-        torch.manual_seed(100 * step + index)
-        return model(stack_inputs(step, index, "cuda").to(dtype)).float().square().mean() / microbatches
+    def evaluated(optimizer: HostAdamW) -> list[torch.Tensor]:
+        nonlocal steps
+        steps += 1
+        with torch.no_grad():
+            return [model(gpu_inputs(steps, 9).to(dtype)).clone()] if steps % 3 == 0 else []
 
-    seen = []
-    with attached(mode, model, "cuda"):
-        optimizer = HostAdamW(
-            model.parameters(), **SETTINGS, decay_norms_and_biases=False, compile=compile, speculate="on"
-        )
-        if early is not None:
-            mode.overlap(optimizer, early, device_share, speculation)
-        for step in range(6):
-            with mode.step(norms=True):
-                seen += mode.accumulate([partial(loss_of, step, index) for index in range(microbatches)])
-            norm = gradient_norm(model, mode.gradient_norms())
-            optimizer.step(scale=clip_scale(norm, clip_norm))
-            optimizer.zero_grad()
-            if step % 3 == 2:
-                with torch.no_grad():
-                    seen.append(model(stack_inputs(step, 9, "cuda").to(dtype)))
-    states = optimizer.state_dict()["state"]
-    seen += [states[index][name] for index in sorted(states) for name in sorted(states[index])]
-    return [tensor.cpu() for tensor in (*seen, *model.state_dict().values())]
+    options |= {"microbatches": microbatches, "compile": compile, "speculate": "on", "overlaps": early is not None}
+    options |= {"steps": 6, "inputs": gpu_inputs, "device": "cuda", "after_step": evaluated}
+    return [tensor.cpu() for tensor in updates.train(model, mode, bool(early), **options)]
 
 
 @pytest.mark.usefixtures("delayed", "poisoned", "worker")
@@ -128,7 +89,7 @@ def test_released_gradients_are_page_locked_in_the_ring_alone():
     with attached(mode, model, "cuda"):
         mode.overlap(HostAdamW(model.parameters()), early=True)
         with mode.step(norms=True):
-            mode.accumulate([lambda: model(stack_inputs(0, 0, "cuda").bfloat16()).float().square().mean()])
+            mode.accumulate([lambda: model(gpu_inputs(0, 0).bfloat16()).float().square().mean()])
         counters = mode.counters()
         assert counters.host_pageable_bytes == 0
         assert counters.host_pinned_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
@@ -138,7 +99,7 @@ def test_released_gradients_are_page_locked_in_the_ring_alone():
 
 @pytest.mark.usefixtures("small_ring")
 def test_a_wait_for_the_ring_that_is_missing_would_show(monkeypatch: pytest.MonkeyPatch):
-    make_slow(monkeypatch)
+    updates.sleepy(monkeypatch)
     ours, theirs = with_copy(Stack(width=64))
     expected = train(theirs, LayerStream(slots=2), True, microbatches=1, releases=True)
     monkeypatch.setattr(GradientRing, "_take_back", lambda self: self._lent.popleft())
@@ -191,7 +152,7 @@ def test_norms_taken_on_the_device_are_those_of_the_gradients_at_home(mode: str)
     with attached(mode, model, "cuda"):
         for microbatches in (1, 3):
             with mode.step(norms=True):
-                losses = [lambda index=index: model(stack_inputs(0, index, "cuda")).sum() for index in range(3)]
+                losses = [lambda index=index: model(gpu_inputs(0, index)).sum() for index in range(3)]
                 mode.accumulate(losses[:microbatches])
             norms = mode.gradient_norms()
             assert set(norms) >= set(model.blocks[0].parameters())
@@ -202,13 +163,13 @@ def test_norms_taken_on_the_device_are_those_of_the_gradients_at_home(mode: str)
 
 
 def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPatch):
-    make_slow(monkeypatch)
+    updates.sleepy(monkeypatch)
     model, mode = Stack(width=64, depth=8), LayerStream(slots=2)
     with attached(mode, model, "cuda"):
         optimizer = HostAdamW(model.parameters(), compile="off")
         mode.overlap(optimizer, early=False)
         with mode.step():
-            model(stack_inputs(0, 0, "cuda")).sum().backward()
+            model(gpu_inputs(0, 0)).sum().backward()
         optimizer.step()
         per_block = sum(p.numel() for p in model.blocks[0].parameters())
         assert mode.counters().updated_parameters < 8 * per_block
@@ -218,16 +179,16 @@ def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPat
 
 def test_a_wait_for_the_worker_that_is_missing_would_show(monkeypatch: pytest.MonkeyPatch):
     """The tests above can fail: without the wait they do."""
-    make_slow(monkeypatch)
+    updates.sleepy(monkeypatch)
 
     def evaluated_after_a_step(model: nn.Module, mode) -> torch.Tensor:
         with attached(mode, model, "cuda"), torch.no_grad():
             optimizer = HostAdamW(model.parameters(), **SETTINGS, compile="off")
             mode.overlap(optimizer, early=False)
             with mode.step(), torch.enable_grad():
-                model(stack_inputs(0, 0, "cuda")).sum().backward()
+                model(gpu_inputs(0, 0)).sum().backward()
             optimizer.step()
-            return model(stack_inputs(0, 0, "cuda"))
+            return model(gpu_inputs(0, 0))
 
     ours, theirs = with_copy(Stack(width=64))
     expected = evaluated_after_a_step(theirs, LayerStream(slots=2))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
+from torch import nn
+
 import offload.modes
+from offload.activations.checkpointing import recompute
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
+from offload.streams.registry import Streams
 
 # Values of knobs with which a mode moves something of a model of a few kilobytes.
 SMALL_KNOBS = {"shards": 2}
@@ -44,3 +49,24 @@ def small(name: str) -> Mode:
     weights = (Resident(),) if issubclass(found, ActivationMode) else ()
     knobs = {knob: value for knob, value in SMALL_KNOBS.items() if knob in found.__dataclass_fields__}
     return found(*weights, **knobs)
+
+
+def recomputing(mode: Mode, blocks_of: Callable[[nn.Module], list[nn.Module]] | None = None) -> Mode:
+    """Makes `mode` recompute blocks once it has attached, as the training loop does.
+
+    They are the `blocks` of the model, unless the mode recomputes these itself.
+    """
+    if blocks_of is None and mode.recomputes:
+        return mode
+    attach, detach = mode.attach, mode.detach
+
+    def attach_both(model: nn.Module, streams: Streams) -> None:
+        attach(model, streams)
+        mode.undo = recompute(model.blocks if blocks_of is None else blocks_of(model))
+
+    def detach_both() -> None:
+        mode.undo()
+        detach()
+
+    mode.attach, mode.detach = attach_both, detach_both
+    return mode

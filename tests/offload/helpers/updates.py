@@ -96,13 +96,14 @@ def train(
     speculation: Speculation | None = None,
     releases: bool = False,
     inputs=stack_inputs,
+    device: str = "cpu",
     after_step: Callable[[HostAdamW], list[torch.Tensor]] = lambda optimizer: [],
     **options,
 ) -> list[torch.Tensor]:
     """Returns every loss and result of `after_step`, and at the end the optimizer's state, weights and buffers."""
     seen = []
     mode.release_gradients(releases)
-    with attached(mode, model):
+    with attached(mode, model, device):
         optimizer = host_adamw(model, **options)
         if overlaps:
             mode.overlap(optimizer, early, device_share, speculation)

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offload.activations.checkpointing import recompute
 from offload.errors import KnobError
 from offload.modes import tensor_swap
 from offload.modes.bounce_linear import BounceLinear
@@ -26,7 +25,7 @@ from tests.offload.helpers.models import (
     train,
     with_copy,
 )
-from tests.offload.helpers.modes import WEIGHTS
+from tests.offload.helpers.modes import WEIGHTS, recomputing
 
 
 @pytest.fixture(autouse=True)
@@ -45,24 +44,15 @@ def test_equals_resident(weights: str, checkpointing: str | None):
 def test_equals_resident_with_blocks_that_are_recomputed_after_attaching(weights: str):
     """As in the training loop: the block's forward is replaced, so only its input is saved outside of it."""
 
-    class Recomputed(TensorSwap):
-        def attach(self, model, streams):
-            super().attach(model, streams)
-            self.undo = recompute(model.blocks)
-
-        def detach(self):
-            self.undo()
-            super().detach()
-
     swapped, resident = with_copy(Stack(dropout=0.3))
-    mode = Recomputed(WEIGHTS[weights]())
+    mode = recomputing(TensorSwap(WEIGHTS[weights]()))
     with attached(mode, swapped):
         with mode.step():
             swapped(stack_inputs(0, 0)).sum().backward()
         # The inputs of the blocks and of the head.
         assert mode.counters().swapped_bytes == 5 * (5 * 16 * 4)
         swapped.zero_grad()
-    assert_same(train(swapped, Recomputed(WEIGHTS[weights]())), train(resident, Resident()))
+    assert_same(train(swapped, recomputing(TensorSwap(WEIGHTS[weights]()))), train(resident, Resident()))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

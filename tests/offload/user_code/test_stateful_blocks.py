@@ -22,6 +22,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.torch_private.buffer_states import SMALL_BYTES
 from tests.offload.helpers import models, user_code
+from tests.offload.helpers.modes import recomputing
 
 WIDTH = 6
 
@@ -170,22 +171,6 @@ def made(part: Callable[[], nn.Module]) -> Stateful:
     return Stateful(part)
 
 
-def recomputing(mode: Mode, blocks_of: Callable = lambda model, mode: model.blocks) -> Mode:
-    """Makes `mode` recompute blocks once it has attached, as the training loop does."""
-    attach, detach = mode.attach, mode.detach
-
-    def attach_both(model: Stateful, streams) -> None:
-        attach(model, streams)
-        mode.undo = recompute(blocks_of(model, mode))
-
-    def detach_both() -> None:
-        mode.undo()
-        detach()
-
-    mode.attach, mode.detach = attach_both, detach_both
-    return mode
-
-
 @EVERY_PART
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("knobs", [{"shards": 3}, {"shards": 3, "resident": 1}], ids=str)
@@ -228,12 +213,12 @@ def test_recomputes_that_run_to_their_end(part: Callable[[], nn.Module]):
 @pytest.mark.parametrize("make", [Resident, LayerStream, partial(ShardOffload, shards=2)])
 @pytest.mark.parametrize("part", [InPlace, Codebook])
 def test_recomputed_blocks_inside_recomputed_blocks(make: Callable[[], Mode], part: Callable[[], nn.Module]):
-    def blocks_of(model: Stateful, mode: Mode) -> list[nn.Module]:
+    def blocks_of(model: Stateful) -> list[nn.Module]:
         inside = [inner for block in model.blocks for inner in block[0]]
         return inside if mode.recomputes else [*inside, *model.blocks]
 
-    model = made(lambda: nn.Sequential(part(), part()))
-    same_as_resident(model, recomputing(make(), blocks_of), steps=2)
+    model, mode = made(lambda: nn.Sequential(part(), part())), make()
+    same_as_resident(model, recomputing(mode, blocks_of), steps=2)
 
 
 @pytest.mark.parametrize("part", [InPlace, Codebook, PARTS["new spectral norm"]])
@@ -297,8 +282,7 @@ def test_under_autocast(make: Callable[[], Mode]):
             with torch.autocast(user_code.DEVICE, dtype=torch.bfloat16):
                 return self.part(hidden).float()
 
-    mode = make()
-    same_as_resident(made(Cast), mode if mode.recomputes else recomputing(mode), steps=2)
+    same_as_resident(made(Cast), recomputing(make()), steps=2)
 
 
 class Masked(nn.Module):
@@ -330,8 +314,7 @@ class LargeClones(TorchDispatchMode):
 @pytest.mark.parametrize("make", [partial(ShardOffload, shards=2), partial(ShardOffload, resident=1), LayerStream])
 def test_a_large_mask_is_right_and_not_copied(make: Callable[[], Mode]):
     with LargeClones() as clones:
-        mode = make()
-        same_as_resident(made(Masked), mode if mode.recomputes else recomputing(mode), steps=2)
+        same_as_resident(made(Masked), recomputing(make()), steps=2)
     assert clones.count == 0
 
 
