@@ -29,8 +29,7 @@ KEY = "checkpoint.best"
 class Best:
     """Finds the best of the steps whose records it is given, in their order, and links to the checkpoint there.
 
-    Args:
-        metric: of an evaluation; None: no checkpoint is the best.
+    `metric` is that of an evaluation; None: no checkpoint is the best.
     """
 
     def __init__(self, metric: str | None, run_dir: Path):

@@ -56,7 +56,9 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
         states = {name: tensor for name, tensor in states.items() if name.rpartition(".")[0] not in others}
         _check(states, {name: entry for name, entry in stored.items() if name not in known}, folder)
         if is_adapted(model):
-            load_adapter_tensors(model, folder / _listed(ADAPTER_FILE, names, folder))
+            if ADAPTER_FILE not in names:
+                raise ValueError(f"{folder / MANIFEST_FILE} lists no {ADAPTER_FILE}")
+            load_adapter_tensors(model, folder / ADAPTER_FILE)
             read_into(states, stored)
             read_states(model, optimizer, others, stored)
             return renew_copies(model, optimizer)
@@ -74,12 +76,6 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
     read_into(states, stored)
     read_states(model, optimizer, others, stored)
     renew_copies(model, optimizer)
-
-
-def _listed(name: str, names: Iterable[str], folder: Path) -> str:
-    if name not in names:
-        raise ValueError(f"{folder / MANIFEST_FILE} lists no {name}")
-    return name
 
 
 def _has_stem(name: str, stem: str) -> bool:

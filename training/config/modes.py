@@ -23,10 +23,9 @@ PEERS = "peers."
 
 @dataclass(frozen=True)
 class ModeOption:
-    """One option of the group `offload`.
+    """One option of the group `offload`, described by the comment that its file begins with.
 
-    `description` is the comment that its file begins with, in one line. `target` is the import path of its class, or
-    None for an option that takes its class from another one (`tensor_swap` with its weights under a mode).
+    `target` is the import path of its class, None where it takes its class from another option.
     """
 
     name: str

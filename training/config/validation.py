@@ -13,7 +13,7 @@ from offload import KnobError, in_range, parse_bytes
 from training.config.auto import AUTO
 from training.config.construct import check_optimizer, make_mode
 from training.config.datasets import check_dataset
-from training.config.schema import SCHEMAS, Homes, Llama, OfLibrary
+from training.config.schema import SCHEMAS, Homes, Llama
 from training.config.unknown_keys import unknown_key
 from training.errors import UserError
 from training.visible_text import visible
@@ -38,9 +38,8 @@ logger = logging.getLogger(__name__)
 def check(config: DictConfig) -> None:
     """Refuses mistakes that types cannot find, before anything is built.
 
-    Raises UserError naming the key, its value and what to do, for: a reference that leads nowhere, an option or a class
-    that is not in conf/, a key that is unknown (added with +) or has no value, a number out of range, keys that
-    contradict each other. Modes and optimizers check their own keys: they are made once for nothing.
+    Raises UserError naming the key, its value and what to do. Modes and optimizers check their own keys: they are made
+    once for nothing.
     """
     _check_references(config)
     for group, options in SCHEMAS.items():
@@ -153,11 +152,13 @@ def _check_rules(config: DictConfig) -> None:
         raise UserError(f"steps={config.steps} epochs={config.epochs:g}: give one of them, and the other as null")
     if config.steps is not None:
         check_steps(config)
-    _check_schedule(config)
+    if config.schedule.get("final", 0) > 1:
+        raise UserError(f"schedule.final={config.schedule.final}: a share of the learning rate, it must be at most 1")
     if issubclass(OmegaConf.get_type(config.model), Llama):
         _check_llama(config.model)
-    if issubclass(OmegaConf.get_type(config.model), OfLibrary):
-        _check_overrides(config.model)
+    overrides = config.model.get("overrides")
+    if overrides is not None and not OmegaConf.is_dict(overrides):
+        raise UserError(f"model.overrides={overrides}: must be keys with values, {{num_hidden_layers: 4}}, or null")
     check_dataset(config.dataset)
 
 
@@ -187,18 +188,6 @@ def _check_llama(model: DictConfig) -> None:
         raise UserError(
             f"model.num_key_value_heads={model.num_key_value_heads}: must divide model.num_attention_heads={heads}"
         )
-
-
-def _check_overrides(model: DictConfig) -> None:
-    overrides = model.overrides
-    if overrides is not None and not OmegaConf.is_dict(overrides):
-        raise UserError(f"model.overrides={overrides}: must be keys with values, {{num_hidden_layers: 4}}, or null")
-
-
-def _check_schedule(config: DictConfig) -> None:
-    schedule = config.schedule
-    if "final" in schedule and schedule.final > 1:
-        raise UserError(f"schedule.final={schedule.final}: a share of the learning rate, it must be at most 1")
 
 
 def warn_of_keys_without_effect(config: DictConfig, given: Collection[str]) -> None:

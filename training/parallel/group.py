@@ -157,7 +157,7 @@ class Group(Ranks):
     def fingerprints(self) -> dict[str, int]:
         """Returns the fingerprints of this rank's weights, buffers and optimizer states, once its updates are done.
 
-        Where there are several hosts, the first rank of each has those of all that the ranks of its host share.
+        Of several hosts, the first rank of each has those of all that its host shares.
         """
         found = self._copies.tensors()
         if self.shares_homes and self._sharers.hosts > 1:

@@ -1,8 +1,7 @@
 """Starts the other ranks of a run as processes of their own, and ends them with it.
 
 The process of `python train.py devices=N` is rank 0 itself. torchrun would put a process above it, which ends ranks 30
-seconds after a signal, too early for a large checkpoint, and exits with a traceback where a run that saved itself on
-Ctrl-C exits with 0. A run that torchrun started has its ranks already: `connected` only joins them.
+seconds after a signal, too early for a large checkpoint. A run that torchrun started has its ranks already.
 """
 
 from __future__ import annotations
@@ -63,16 +62,16 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
     from training.parallel.group import Group
     from training.parallel.messages import Messages, from_first
 
-    world = world or World.of_first(config.devices)
-    known = config.device, str(config.parallel.numa), config.parallel.timeout_s
-    seat = take_seat(config.device, str(config.parallel.numa), world)
+    world = world or World(0, config.devices, 0, config.devices)
+    device, numa, timeout_s = config.device, str(config.parallel.numa), config.parallel.timeout_s
+    seat = take_seat(device, numa, world)
     if followers is None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=followers.store(), rank=0, world_size=config.devices)
     try:
-        from_first(known)
-        messages = Messages(config.parallel.timeout_s, world.host, followers and followers.cause)
+        from_first((device, numa, timeout_s))
+        messages = Messages(timeout_s, world.host, followers and followers.cause)
         group = Group(seat.device, messages, followers and followers.kill, seat.cores)
         yield group
         group.close()

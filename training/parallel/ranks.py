@@ -1,10 +1,9 @@
 """The requests of a run to its ranks, with the answers of a run on one device.
 
-A run on N devices is N processes, one for each. Rank 0 is the run: it composes, plans, reads data, records, samples and
-saves. The others obey its orders one at a time: compute gradients of their share of a step and update their copy of the
-model, or evaluate some of the batches. All copies stay equal, because all are updated with the same gradients. What
-streams may be in memory that they share, of which each updates a part.
-`training.parallel.group` has the implementation for several devices.
+A run on N devices is N processes. Rank 0 is the run: it composes, plans, reads data, records, samples and saves. The
+others obey its orders one at a time: compute gradients of their share of a step and update their copy of the model, or
+evaluate some of the batches. All copies stay equal, because all are updated with the same gradients. What streams may
+be in memory that they share, of which each updates a part. `training.parallel.group` is for several devices.
 """
 
 from __future__ import annotations
@@ -97,10 +96,9 @@ class Ranks:
         shared: Collection[nn.Parameter] = (),
         reference: nn.Module | None = None,
     ) -> None:
-        """Gives every rank the weights and optimizer states of rank 0, which are those after `step` steps.
+        """Gives every rank the weights and optimizer states of rank 0 after `step` steps, and the frozen `reference`.
 
-        The ranks have one home of the parameters `shared`, and of their states. `reference` is a frozen model, which
-        they get too.
+        The ranks have one home of the parameters `shared`, and of their states.
         """
 
     def hand_out(self, step: int, shares: Sequence[Share]) -> Share:
@@ -130,16 +128,12 @@ class Ranks:
     ) -> Mapping[nn.Parameter, Tensor]:
         """Makes every parameter's gradient the sum over all ranks, but for those that are `summed` already.
 
-        `norms`: those that the mode has taken, of sums alone where there are several ranks. Returns norms of the sums,
-        for some parameters.
+        `norms`: those that the mode has taken, of sums. Returns norms of the sums, for some parameters.
         """
         return norms
 
     def agreed(self, norm: float) -> float:
-        """Returns the norm of the gradients by which all ranks that share weights decide on their slices: rank 0's.
-
-        Other devices, or other numbers of threads, may round it otherwise.
-        """
+        """Returns rank 0's norm of the gradients, by which all ranks that share weights decide: others may round it."""
         return norm
 
     def finish_updates(self, optimizer: HostAdamW) -> None:
@@ -151,10 +145,7 @@ class Ranks:
         return [values]
 
     def abandon(self) -> None:
-        """Ends the other ranks, where this process started them, once one is lost.
-
-        They would end this process while it saves the run, because it does not answer them.
-        """
+        """Ends the other ranks once one is lost: they would end this process while it saves, and does not answer."""
 
     def check_equal(self) -> None:
         """Raises UserError if the ranks' copies of the model or of the optimizer's states differ."""
@@ -164,10 +155,7 @@ ALONE = Ranks()
 
 
 def shares_homes(config: DictConfig, mode: Mode) -> bool:
-    """Tells whether the ranks of a host have one copy of what `mode` streams.
-
-    The configuration was checked: `shared` was not given for hosts with different numbers of ranks.
-    """
+    """Tells whether the ranks of a host have one copy of what `mode` streams; hosts have as many ranks then."""
     if not isinstance(getattr(mode, "weights", mode), WeightMode) or ranks_of_host(config) == 1:
         return False
     is_even = config.devices % config.parallel.hosts == 0

@@ -32,15 +32,12 @@ def of_first(sharers: Sharers, number: float, what: str) -> float:
 
 @dataclass(frozen=True)
 class HostGroups:
-    """The ranks of this rank's host, and how they are connected.
+    """The ranks of this rank's host, in their order, and how they are connected.
 
     Args:
         host: the number of the host among `hosts`, each of which has as many ranks.
-        ranks: of this host, in their order.
-        data: the group of these for tensors on the devices.
-        patient: the group of these for exchanges between steps.
-        across: the group of the ranks that have this one's place on their hosts, for tensors on the devices; None on
-            one host.
+        data, patient: the groups of these ranks for tensors on the devices, and for exchanges between steps.
+        across: the group of the ranks that have this one's place on their hosts, for tensors; None on one host.
     """
 
     host: int
@@ -54,10 +51,9 @@ class HostGroups:
     def of(
         cls, rank: int, hosts: Sequence[int], make_data: Callable[..., Any], make_patient: Callable[..., Any]
     ) -> HostGroups:
-        """Connects the ranks; all call it at the same time.
+        """Connects the ranks; all call it at the same time. `hosts` has the number of each rank's host.
 
-        `hosts` has the number of each rank's host. `make_data` and `make_patient` make a group of the ranks that they
-        are given. Raises UserError for hosts with different numbers of ranks, and for ranks in another order.
+        Raises UserError for hosts with different numbers of ranks, and for ranks in another order.
         """
         counts = Counter(hosts)
         count = counts[hosts[0]]
@@ -77,12 +73,7 @@ class HostGroups:
 
 
 class GroupSharers:
-    """`offload.Sharers` of the ranks of one host.
-
-    Args:
-        groups: the connections of this host's ranks.
-        everyone: the group of all ranks for exchanges inside a step, whose time limit finds a rank that hangs.
-    """
+    """`offload.Sharers` of the ranks of one host, with the group of everyone for exchanges inside a step."""
 
     def __init__(self, groups: HostGroups, everyone: dist.ProcessGroup, messages: Messages):
         self.rank, self.count = groups.data.rank(), groups.data.size()

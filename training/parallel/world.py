@@ -36,11 +36,6 @@ class World:
         hosts = int(os.environ.get("GROUP_WORLD_SIZE", -(-size // local_size)))
         return cls(rank, size, local_rank, local_size, host, hosts)
 
-    @classmethod
-    def of_first(cls, devices: int) -> World:
-        """Returns the place of a rank 0 that starts the other ranks by itself, on its own host."""
-        return cls(0, devices, 0, devices)
-
     @staticmethod
     def is_follower() -> bool:
         """Tells whether torchrun started this process as another rank than the first."""
@@ -51,7 +46,7 @@ def settle_devices(config: DictConfig, world: World | None, overridden: Collecti
     """Writes torchrun's numbers of processes and hosts into `config.devices` and `config.parallel.hosts`.
 
     `overridden` are the keys that the command line gives. Raises UserError for numbers that contradict torchrun's, and
-    for several hosts without torchrun, unless they are only to be planned for.
+    for several hosts without it, unless they are only planned for.
     """
     if world is None:
         if config.parallel.hosts > 1 and not config.plan:

@@ -51,88 +51,135 @@ def train(job: Job) -> dict:
     Metrics are written every `log_every` steps and after the last. If the run saves itself on signals, a signal ends it
     after the current step, and an evaluation or a sample at once; the resumed run makes that again.
     """
-    config, start = job.components.config, job.start.step
-    first = start + 1
     stopping = StopRequest(job.checkpoints.on_signal_after_s)
     with closing(Recorder(job)) as recorder, short_garbage_collections(), stopping as stop:
-        with recorder.outside_steps():
-            filled = fill_reference(job.components, job.dataset, job.ranks, lambda: stop.signal is not None)
-        if not filled:
-            return stop_before_first_step(job, recorder, stop)
-        if lacks_observation(job, recorder, start):
-            if lacks_sample(job, recorder, start):
-                make_sample(job, recorder, stop, start)
-            if lacks_evaluation(job, recorder, start):
-                recorder.record_evaluation(start, evaluate(job, recorder, stop, start))
-            if stop.signal is not None:
-                return stop_before_first_step(job, recorder, stop)
+        return Loop(job, recorder, stop).run()
+
+
+class Loop:
+    """The steps of a job, with what is sampled, evaluated, recorded and saved between them."""
+
+    def __init__(self, job: Job, recorder: Recorder, stop: StopRequest):
+        self._job, self._recorder, self._stop = job, recorder, stop
+        self._config = job.components.config
+
+    def run(self) -> dict:
+        """Runs to the last step, or until a signal; returns the summary."""
+        job, recorder, config, start = self._job, self._recorder, self._config, self._job.start.step
+        if not self._before_first_step():
+            if not job.checkpoints.has(start):
+                recorder.save(start, job.dataset.batch(max(start - 1, 0)), required=True)
+            return self._stopped(start)
         # Not before: the records, and the evaluation at the start, tell which checkpoint is the best.
         job.checkpoints.remove_leftovers(start)
-        for step in range(first, config.steps + 1):
-            stop.raise_again()
+        for step in range(start + 1, config.steps + 1):
+            self._stop.raise_again()
             batch = job.dataset.batch(step - 1)
             recorder.start_step(step, job.components.task.units_in(batch))
-            with saved_if_rank_is_lost(job, recorder, stop, step - 1):
+            with self._saved_if_rank_is_lost(step - 1):
                 result = run_step(job, step, batch)
-            if step == first:
+            if step == start + 1:
                 place_states_in_spare_vram(job)
             if step == config.steps:
                 # An error in the last update must be raised before the run counts as complete.
                 job.optimizer.finish()
             recorder.end_step(step, result.skipped, result.loss)
-            with saved_if_rank_is_lost(job, recorder, stop, step):
-                make_sample(job, recorder, stop, step)
-                evaluation = evaluate(job, recorder, stop, step)
+            with self._saved_if_rank_is_lost(step):
+                self._sample(step)
+                evaluation = self._evaluate(step)
                 if step % config.log_every == 0 or step == config.steps:
                     figures = dict(zip(job.components.task.figures, result.figures, strict=True))
                     recorder.record(step, result.loss, result.norm, result.lr, evaluation, figures)
                 else:
                     recorder.record_evaluation(step, evaluation)
-                if save_or_stop(job, recorder, stop, step, batch):
-                    return finish_stopped(job, recorder, stop, step)
+                if self._save_or_stop(step, batch):
+                    return self._stopped(step)
         if not job.checkpoints.has(config.steps):
             job.ranks.check_equal()
-        stop.settle()
-    return recorder.finish(config.steps, "ok")
+        self._stop.settle()
+        return recorder.finish(config.steps, "ok")
 
+    def _before_first_step(self) -> bool:
+        """Makes what is due before the first step and not recorded yet; returns False if a signal ended it."""
+        job, start = self._job, self._job.start.step
+        with self._recorder.outside_steps():
+            if not fill_reference(job.components, job.dataset, job.ranks, self._is_stopped):
+                return False
+        if not self._lacks_observation(start):
+            return True
+        if self._lacks_sample(start):
+            self._sample(start)
+        if self._lacks_evaluation(start):
+            self._recorder.record_evaluation(start, self._evaluate(start))
+        return not self._is_stopped()
 
-def lacks_evaluation(job: Job, recorder: Recorder, step: int) -> bool:
-    """Tells whether an evaluation after `step` steps is due and not recorded yet."""
-    return job.evaluation.due(step) and recorder.evaluated_step != step
+    def _is_stopped(self) -> bool:
+        return self._stop.signal is not None
 
+    def _lacks_evaluation(self, step: int) -> bool:
+        """Tells whether an evaluation after `step` steps is due and not recorded yet."""
+        return self._job.evaluation.due(step) and self._recorder.evaluated_step != step
 
-def lacks_sample(job: Job, recorder: Recorder, step: int) -> bool:
-    """Tells whether a sample after `step` steps is due and not recorded yet."""
-    return job.samples.due(step) and recorder.sampled_step != step
+    def _lacks_sample(self, step: int) -> bool:
+        return self._job.samples.due(step) and self._recorder.sampled_step != step
 
+    def _lacks_observation(self, step: int) -> bool:
+        return self._lacks_evaluation(step) or self._lacks_sample(step)
 
-def lacks_observation(job: Job, recorder: Recorder, step: int) -> bool:
-    """Tells whether an evaluation or a sample after `step` steps is due and not recorded yet."""
-    return lacks_evaluation(job, recorder, step) or lacks_sample(job, recorder, step)
+    def _sample(self, step: int) -> None:
+        """Records a sample after `step` steps, before their metrics, if one is due and no signal ends it."""
+        job = self._job
+        if not job.samples.due(step):
+            return
+        with self._recorder.outside_steps():
+            job.ranks.finish_updates(job.optimizer)
+            with job.components.mode.inference():
+                sample = job.samples.sample(job.components.model, job.streams.device, self._is_stopped)
+        if sample is not None:
+            self._recorder.record_sample(step, sample)
 
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Returns the metrics of the evaluation after `step` steps; none if none is due, or a signal ends it."""
+        job = self._job
+        if not job.evaluation.due(step):
+            return {}
+        with self._recorder.outside_steps():
+            # The mode waits for the updates of units that stream, and for no others.
+            job.ranks.finish_updates(job.optimizer)
+            with job.components.inference():
+                return job.evaluation.metrics(job.components.model, job.streams, self._is_stopped, job.ranks)
 
-def make_sample(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> None:
-    """Records a sample after `step` steps, before their metrics, if one is due and no signal ends it."""
-    if not job.samples.due(step):
-        return
-    with recorder.outside_steps():
-        job.ranks.finish_updates(job.optimizer)
-        with job.components.mode.inference():
-            sample = job.samples.sample(job.components.model, job.streams.device, lambda: stop.signal is not None)
-    if sample is not None:
-        recorder.record_sample(step, sample)
+    def _save_or_stop(self, step: int, batch: Batch) -> bool:
+        """Saves the run after a step if that is due or a signal asked it to stop; returns True if the run stops."""
+        job, last = self._job, step == self._config.steps
+        if job.checkpoints.due(step) or self._is_stopped():
+            job.ranks.check_equal()
+        saved = job.checkpoints.due(step) and self._recorder.save(step, batch, required=last)
+        if not self._is_stopped() or (last and not self._lacks_observation(step)):
+            return False
+        if not saved:
+            self._recorder.save(step, batch, required=True)
+        return True
 
+    @contextmanager
+    def _saved_if_rank_is_lost(self, step: int) -> Iterator[None]:
+        """Saves the run after `step`, the last that is done, if the block loses a rank and a signal would save it."""
+        job = self._job
+        try:
+            yield
+        except RankLostError:
+            job.ranks.abandon()
+            # The rank that is lost may have updated a part of what all share.
+            whole = not job.ranks.shares_homes
+            if whole and self._stop.saves() and step > job.start.step and not job.checkpoints.has(step):
+                self._recorder.save(step, job.dataset.batch(step - 1), required=False)
+            raise
 
-def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict[str, float]:
-    """Returns the metrics of the evaluation after `step` steps; none if none is due, or a signal ends it."""
-    if not job.evaluation.due(step):
-        return {}
-    with recorder.outside_steps():
-        # The mode waits for the updates of units that stream, and for no others.
-        job.ranks.finish_updates(job.optimizer)
-        model, ranks = job.components.model, job.ranks
-        with job.components.inference():
-            return job.evaluation.metrics(model, job.streams, lambda: stop.signal is not None, ranks)
+    def _stopped(self, step: int) -> dict:
+        """Ends a run that was saved after `step`; returns its summary."""
+        self._stop.settle()
+        newest = self._job.checkpoints.latest()
+        return self._recorder.finish(step, "stopped", f"{self._stop.signal}: resume with resume={newest}")
 
 
 @contextmanager
@@ -224,50 +271,6 @@ def looked_ahead(task: Task, mode: Mode, model: nn.Module, parts: Sequence[Batch
     """
     with mode.inference(), evaluating(model):
         return tuple(task.ahead(model, part) for part in parts)
-
-
-def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, batch: Batch) -> bool:
-    """Saves the run after a step if that is due or a signal asked it to stop; returns True if the run stops here."""
-    last = step == job.components.config.steps
-    if job.checkpoints.due(step) or stop.signal is not None:
-        job.ranks.check_equal()
-    saved = job.checkpoints.due(step) and recorder.save(step, batch, required=last)
-    if stop.signal is None or (last and not lacks_observation(job, recorder, step)):
-        return False
-    if not saved:
-        recorder.save(step, batch, required=True)
-    return True
-
-
-@contextmanager
-def saved_if_rank_is_lost(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> Iterator[None]:
-    """Saves the run after `step`, the last step that is done, if the block loses a rank, where a signal would save it.
-
-    The error is raised after that.
-    """
-    try:
-        yield
-    except RankLostError:
-        job.ranks.abandon()
-        # The rank that is lost may have updated a part of what all share.
-        whole = not job.ranks.shares_homes
-        if whole and stop.saves() and step > job.start.step and not job.checkpoints.has(step):
-            recorder.save(step, job.dataset.batch(step - 1), required=False)
-        raise
-
-
-def stop_before_first_step(job: Job, recorder: Recorder, stop: StopRequest) -> dict:
-    """Ends a run that a signal stopped before its first step; saves it, if it has no checkpoint of where it starts."""
-    step = job.start.step
-    if not job.checkpoints.has(step):
-        recorder.save(step, job.dataset.batch(max(step - 1, 0)), required=True)
-    return finish_stopped(job, recorder, stop, step)
-
-
-def finish_stopped(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict:
-    """Ends a run that was saved after `step`; returns its summary."""
-    stop.settle()
-    return recorder.finish(step, "stopped", f"{stop.signal}: resume with resume={job.checkpoints.latest()}")
 
 
 def skip_or_raise(job: RankJob, step: int, norm: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -88,7 +87,8 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     source_sha256 = source_digest(config.model)
     if checkpoint is not None:
         checkpoint.check_source(config.model.get("source"), source_sha256)
-    here = resumes_here(config, checkpoint, invocation.run_dir)
+    # A job that is queued again before its first checkpoint repeats its first steps.
+    here = config.resume == AUTO if checkpoint is None else is_in(invocation.run_dir, checkpoint.folder)
     if not here:
         refuse_records(invocation.run_dir)
     adapter = RunAdapter.of(config, components.model, starts=checkpoint is None)
@@ -141,17 +141,6 @@ def check_threads(config: DictConfig) -> None:
             f"optimizer.threads={threads}: must be at most {cores}, the cores that this process may use, or null to"
             " choose"
         )
-
-
-def resumes_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Path) -> bool:
-    """Tells whether the run continues the metrics in `run_dir`.
-
-    It does if its checkpoint is there, and with resume=auto also without one: a job that is queued again before its
-    first checkpoint repeats its first steps.
-    """
-    if checkpoint is None:
-        return config.resume == AUTO
-    return is_in(run_dir, checkpoint.folder)
 
 
 def weights_of_run(

@@ -177,12 +177,8 @@ class Components:
 
     @property
     def updates_begin_early(self) -> bool:
-        """True if an update may begin inside backward and is final.
-
-        Clipping needs the norm of all gradients first, and `on_nonfinite=skip` needs to know that all are finite. On
-        several devices gradients are sums over these, which are made after backward, but for those of weights that the
-        ranks share, if each rank has its gradients in one go.
-        """
+        """True if an update may begin inside backward and is final."""
+        # Clipping needs the norm of all gradients first, and `on_nonfinite=skip` must know that all are finite.
         one_by_one = self.config.clip_norm is None and self.config.on_nonfinite == OnNonfinite.stop
         return one_by_one and self._gradients_are_whole_inside
 
@@ -259,9 +255,7 @@ def acquired(device: torch.device) -> Iterator[Streams]:
 def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHARERS) -> Iterator[nn.Module]:
     """Attaches the mode to the model, whose parameters become memory, and detaches it afterwards.
 
-    `sharers` share the homes of what streams.
-
-    Raises MemoryError if the host has too little memory.
+    `sharers` share the homes of what streams. Raises MemoryError if the host has too little memory.
     """
     mode, model = components.mode, components.model
     with phase("allocating and page-locking memory"):
@@ -302,14 +296,12 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def _reference(found: Components) -> Components:
-    """Returns the components of a second model without the adapter, of which nothing trains.
-
-    All of its units stream: device memory that `resident` grants saves more where it holds what trains.
-    """
+    """Returns the components of a second model without the adapter, of which nothing trains."""
     config = copy.deepcopy(found.config)
     config.adapter = OmegaConf.structured(NoAdapter)
     _, knobs = weights_node(config)
     if "resident" in knobs:
+        # Device memory saves more where it holds what trains.
         knobs.resident = 0
     model, mode = _model(config, found.dtype).requires_grad_(False).eval(), make_mode(config.offload)
     footprint = footprint_of(config, mode, model)

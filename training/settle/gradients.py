@@ -18,9 +18,9 @@ KEY = "optimizer.gradients"
 
 @dataclass(frozen=True)
 class GradientChoice:
-    """`released`: each gradient goes to its update alone (`Mode.release_gradients`). `why` that was chosen, in words.
+    """`released`: each gradient goes to its update alone (`Mode.release_gradients`).
 
-    `why` is None where nobody had to choose: the user did, or no gradients go to the host.
+    `why` that was chosen, in words; None where nobody had to choose: the user did, or no gradients go to the host.
     """
 
     released: bool = False
@@ -59,8 +59,13 @@ def _why_kept(config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint)
     """Returns what needs the gradients besides their updates, and what to change; None if nothing does."""
     if (reason := mode.why_gradients_stay(model)) is not None:
         return reason
+    if config.devices > 1 and not shares_homes(config, mode):
+        return f"devices={config.devices} sum them after backward: take devices=1"
     if config.devices > 1:
-        return f"{_why_ranks_keep(config, mode)}: take devices=1"
+        return (
+            f"the sums of devices={config.devices} go home, because a unit of which one device lacks a gradient is"
+            " summed after backward, and no plan shows which: take devices=1"
+        )
     if config.clip_norm is not None:
         return (
             f"clip_norm={config.clip_norm:g} needs them until their norm is known: to release them take clip_norm=null"
@@ -73,15 +78,6 @@ def _why_kept(config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint)
             " offload=shard_offload, which adds them up on the device"
         )
     return None
-
-
-def _why_ranks_keep(config: DictConfig, mode: Mode) -> str:
-    if not shares_homes(config, mode):
-        return f"devices={config.devices} sum them after backward"
-    return (
-        f"the sums of devices={config.devices} go home, because a unit of which one device lacks a gradient is summed"
-        " after backward, and no plan shows which"
-    )
 
 
 KEPT = GradientChoice()

@@ -57,12 +57,8 @@ def forged_config(folder: Path) -> None:
 DAMAGE = {
     "weights cut short": (cut("model.safetensors", 1), "model.safetensors has .* bytes where"),
     "states cut to nothing": (lambda f: os.truncate(f / "optimizer.safetensors", 0), "optimizer.safetensors has 0"),
-    "first bit of weights": (flip("model.safetensors", 0), "model.safetensors is not what was written"),
     "middle bit of weights": (flip("model.safetensors", 0.5), "model.safetensors is not what was written"),
-    "last bit of states": (flip("optimizer.safetensors", 1), "optimizer.safetensors is not what was written"),
     "bit of the position": (flip("state.json", 0.4), "state.json is not what was written"),
-    "bit of the random states": (flip("random.safetensors", 0.9), "random.safetensors is not what was written"),
-    "bit of the configuration": (flip("config.yaml", 0.3), "config.yaml is not what was written"),
     "bit of a checksum": (flip("manifest.json", 0.5), r"(manifest.json|\.safetensors)"),
     "weights gone": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     "manifest gone": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
@@ -71,8 +67,6 @@ DAMAGE = {
         rewrite("manifest.json", b'{"format": 9}'),
         "format 9: this version reads only",
     ),
-    "manifest that is a list": (rewrite("manifest.json", b"[]"), "manifest.json: it is not a JSON object"),
-    "manifest that is deep": (rewrite("manifest.json", b"[" * 10**6), "manifest.json: it is nested more"),
     "manifest that is huge": (
         lambda f: os.truncate(f / "manifest.json", 2**30),
         "manifest.json: it has more .* too many",
@@ -80,13 +74,6 @@ DAMAGE = {
     "manifest of text files": (rewrite("manifest.json", b'{"format": 2, "files": {"a": 3}}'), "lacks the size"),
     "a name too long": (listed("a" * 300, instead=False), r"/a{300}: it cannot be read \(File name too long\)"),
     "a configuration that is none": (forged_config, "config.yaml: it has YAML aliases"),
-    "a name above": (listed("../state.json"), r"names '\.\./state\.json', which is not a file of a checkpoint"),
-    "an absolute name": (listed("/etc/passwd"), "names '/etc/passwd', which is not a file"),
-    "a hidden name": (listed(".."), "names '..', which is not a file"),
-    "a pipe": (
-        lambda f: ((f / "state.json").unlink(), os.mkfifo(f / "state.json")),
-        "state.json: it is a pipe, not a file",
-    ),
 }
 
 
@@ -150,7 +137,6 @@ OVERLAP = json.dumps(
 SAME_MODEL = b"model: {_target_: models.llama.Llama}\n"
 FORGERIES = {
     "a header of 2^63 bytes": ("model", header(2**63, b"{}"), "model.safetensors cannot be read as safetensors"),
-    "a header of 1 GiB": ("optimizer", header(2**30, b"{}"), "optimizer.safetensors cannot be read as safetensors"),
     "tensors that overlap": (
         "model",
         header(len(OVERLAP), OVERLAP, bytes(8)),
@@ -169,17 +155,12 @@ FORGERIES = {
         SAME_MODEL + b"a: !!python/object/apply:os.system ['touch pwned']",
         r"a: was \['touch pwned'\], is absent",
     ),
-    "yaml of a truth that is none": ("config", SAME_MODEL + b"a: !!bool foo", "a: was foo, is absent"),
-    "yaml of an empty number": ("config", SAME_MODEL + b"a: [!!int '', !!float '']", r"a: was \['', ''\], is absent"),
-    "yaml of a time that is none": ("config", SAME_MODEL + b"a: !!timestamp foo", "a: was foo, is absent"),
     "yaml of a vast number": (
         "config",
         SAME_MODEL + b"a: 0x" + b"f" * 10000,
         r"a: was 0xf+\N{HORIZONTAL ELLIPSIS}f+, is absent",
     ),
     "yaml whose key is a list": ("config", b"? [a]\n: b", "config.yaml: it is not a plain YAML"),
-    "yaml that is deep": ("config", b"[" * 10**4, "config.yaml: it is nested more than 100 deep"),
-    "yaml of a text": ("config", b"a", "config.yaml: it is not a configuration"),
     "yaml that grows": ("config", b"a: &a [1]\nb: [*a, *a]", "config.yaml: it has YAML aliases"),
     "yaml of another object": (
         "config",

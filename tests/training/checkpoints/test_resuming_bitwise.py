@@ -35,12 +35,6 @@ def test_every_mode_resumes_alike_and_saves_the_same_state(tmp_path: Path, run_h
         assert curve(rest) == curve(tmp_path / "whole")[2:], offload
 
 
-def test_saving_leaves_a_run_as_it_was(tmp_path: Path, run_here, finished: Path, curve):
-    run_here(tmp_path / "unsaved", "checkpoint.every=null")
-    assert curve(tmp_path / "unsaved") == curve(finished)
-    assert not (tmp_path / "unsaved" / "checkpoints").exists()
-
-
 @pytest.mark.slow
 def test_released_gradients_leave_no_trace(tmp_path: Path, run_here, at, content, curve):
     """The norms of the curve are those of gradients that are in no `.grad`."""
@@ -102,3 +96,9 @@ def test_the_weights_begin_a_new_run(tmp_path: Path, finished: Path, run_here, a
     run_here(tmp_path / "new", f"model.weights={at(finished, 6)}", "steps=1", "optimizer.lr=0", "log_every=1")
     run_here(tmp_path / "first", "steps=1", "log_every=1")
     assert curve(tmp_path / "new")[0]["train/loss"] < curve(tmp_path / "first")[0]["train/loss"]
+
+
+def test_saving_leaves_a_run_as_it_was(tmp_path: Path, run_here, finished: Path, curve):
+    run_here(tmp_path / "unsaved", "checkpoint.every=null")
+    assert curve(tmp_path / "unsaved") == curve(finished)
+    assert not (tmp_path / "unsaved" / "checkpoints").exists()

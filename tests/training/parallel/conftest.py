@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.training.helpers.in_process import TINY_RUN, composed, signals_as_before
 from training.config.validation import check
@@ -43,3 +46,15 @@ def forked(work: Callable[[int, Path, int], None], folder: Path, count: int, sta
         process.join(300)
         assert process.exitcode == 0
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+
+
+def exchanged(work: Callable[[int], Any], folder: Path, count: int) -> list:
+    """Calls `work` in a process for each rank of a group over gloo; returns what each has returned."""
+    return forked(partial(_in_group, work), folder, count)
+
+
+def _in_group(work: Callable[[int], Any], rank: int, folder: Path, count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
+    torch.save(work(rank), folder / f"{rank}.pt")
+    dist.destroy_process_group()

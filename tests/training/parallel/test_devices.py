@@ -59,7 +59,7 @@ def test_ranks_of_several_hosts_have_the_gpus_and_cores_of_their_own(monkeypatch
 
 def test_ranks_on_the_cpu_are_not_bound(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "bind_to_node", lambda nodes, rank: pytest.fail("it was bound"))
-    assert take_seat("cpu", "auto", World.of_first(2)).device == torch.device("cpu")
+    assert take_seat("cpu", "auto", World(0, 2, 0, 2)).device == torch.device("cpu")
 
 
 def test_a_gpu_by_number_is_refused_for_several():

@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, at_step, started: list[int])
         # Until it has stopped, it might still answer.
         wait_until(lambda: psutil.Process(started[0]).status() == psutil.STATUS_STOPPED, "it has not stopped")
         # Not before: on a busy machine a rank that does not hang takes as long.
-        groups[0].timeout_s = 2
+        groups[0].messages.timeout_s = 2
 
     at_step(2, stop)
     with pytest.raises(RankLostError, match=r"^rank 1 hangs: .* parallel.timeout_s=2"):

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from tests.training.helpers.in_process import composed
-from tests.training.parallel.conftest import forked
+from tests.training.parallel.conftest import exchanged
 from training.config.schema import RecomputeBlocks
 from training.parallel.messages import Messages, Waiter, decoded, encoded, end_collectives, first_sentence, from_first
 from training.parallel.ranks import RankLostError
@@ -127,14 +126,12 @@ def test_a_signal_interrupts_the_wait_and_not_the_call(thread: str):
     waiter.close()
 
 
-def sharing(rank: int, folder: Path, count: int) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
-    torch.save(from_first(("cpu", "off", 7.5) if rank == 0 else None), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+def sharing(rank: int) -> tuple[str, str, float]:
+    return from_first(("cpu", "off", 7.5) if rank == 0 else None)
 
 
 def test_every_rank_gets_that_of_rank_0(tmp_path: Path):
-    first, second = forked(sharing, tmp_path, 2)
+    first, second = exchanged(sharing, tmp_path, 2)
     assert first == second == ("cpu", "off", 7.5)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.training.parallel.conftest import forked
+from tests.training.parallel.conftest import exchanged
 from training.errors import UserError
 from training.parallel.reduce import gather_into, ordered_sum, ordered_sum_of_hosts, reduce_gradients
 from training.parallel.sharers import HostGroups
@@ -41,23 +41,19 @@ def with_gradients(rank: int, dtype: torch.dtype) -> list[nn.Parameter]:
     return parameters
 
 
-def reduced(rank: int, folder: Path, count: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+def reduced(rank: int) -> dict[torch.dtype, list[Tensor | None]]:
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
         parameters = with_gradients(rank, dtype)
         reduce_gradients(parameters, [True] * 4 + [False], torch.device("cpu"), dist.group.WORLD)
         results[dtype] = [parameter.grad for parameter in parameters]
-    torch.save(results, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """The reduced gradients of two and of three ranks, by dtype."""
-    return forked(reduced, tmp_path_factory.mktemp("reduced"), request.param)
+    return exchanged(reduced, tmp_path_factory.mktemp("reduced"), request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,15 +71,12 @@ def test_ordered_sums_are_those_of_autograd_over_microbatches(results, dtype: to
             )
 
 
-def summed_patterns(rank: int, folder: Path, count: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
+def summed_patterns(rank: int) -> dict[torch.dtype, Tensor]:
     found = {}
     for dtype in (torch.bfloat16, torch.float16):
         found[dtype] = patterns(rank, dtype)
         ordered_sum(found[dtype], dist.group.WORLD)
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def patterns(rank: int, dtype: torch.dtype) -> Tensor:
@@ -93,7 +86,7 @@ def patterns(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def test_a_sum_of_two_ranks_rounds_as_torch_does_for_all_kinds_of_numbers(tmp_path: Path):
-    for found in forked(summed_patterns, tmp_path, 2):
+    for found in exchanged(summed_patterns, tmp_path, 2):
         for dtype, total in found.items():
             assert_sum_of_patterns(total, dtype)
 
@@ -115,22 +108,19 @@ def flat_gradient(rank: int) -> Tensor:
     return torch.randn(64, generator=generator) * 10 ** torch.randn(64, generator=generator)
 
 
-def summed_over_hosts(rank: int, folder: Path, count: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
+def summed_over_hosts(rank: int) -> Tensor:
     groups = HostGroups.of(rank, HOSTS, dist.new_group, dist.new_group)
     assert groups.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
     flat = flat_gradient(rank)
     ordered_sum_of_hosts(flat, groups.data, groups.across)
-    torch.save(flat, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return flat
 
 
 def test_sums_over_hosts_are_in_the_order_of_the_ranks(tmp_path: Path):
     expected = flat_gradient(0)
     for rank in range(1, 6):
         expected += flat_gradient(rank)
-    assert all(torch.equal(found, expected) for found in forked(summed_over_hosts, tmp_path, 6))
+    assert all(torch.equal(found, expected) for found in exchanged(summed_over_hosts, tmp_path, 6))
     # Sums of hosts that are added would be others: else this test could not fail.
     host_by_host = sum(flat_gradient(rank) + flat_gradient(rank + 1) for rank in (0, 2, 4))
     assert not torch.equal(host_by_host, expected)
@@ -150,20 +140,17 @@ def test_the_order_shows_in_these_gradients(results):
     assert torch.equal((a + b) + c, results[0][torch.float32][0])
 
 
-def gathered(rank: int, folder: Path, count: int) -> None:
-    store = dist.FileStore(str(folder / "store"), count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+def gathered(rank: int) -> tuple[Tensor, Tensor]:
     whole = torch.zeros(6, dtype=torch.uint8)
     own = whole[3 * rank : 3 * rank + 3].fill_(rank + 1)
     with warnings.catch_warnings(action="error"):
         gather_into(whole, own, dist.group.WORLD)
     later = torch.zeros(2, dtype=torch.int64)
     gather_into(later, torch.tensor([rank + 5]), dist.group.WORLD, later=True).wait()
-    torch.save((whole, later), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return whole, later
 
 
 def test_slices_of_all_ranks_are_gathered_in_place(tmp_path: Path):
-    for whole, later in forked(gathered, tmp_path, 2):
+    for whole, later in exchanged(gathered, tmp_path, 2):
         assert whole.tolist() == [1, 1, 1, 2, 2, 2]
         assert later.tolist() == [5, 6]

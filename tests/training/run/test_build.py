@@ -45,6 +45,10 @@ STEPS = (
     (components, "recompute"),
     (build_module, "build_optimizer"),
     (build_module, "build_schedule"),
+    (build_module, "Checkpoints"),
+    # Attaching the mode, and the loop.
+    (WeightStreamer, "__init__"),
+    (HostAdamW, "step"),
 )
 
 
@@ -77,31 +81,21 @@ def fails(tmp_path: Path) -> Callable[..., None]:
     return fails
 
 
-@pytest.mark.parametrize(("module", "step"), STEPS, ids=[step for _, step in STEPS])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [*(pytest.param(*step, marks=pytest.mark.slow) for step in STEPS[:-2]), *STEPS[-2:]],
+    ids=[step for _, step in STEPS],
+)
 def test_a_step_of_the_build_that_fails_gives_everything_back(
     fails, monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: str
 ):
     fails(monkeypatch, module, step)
 
 
-def test_a_mode_that_fails_to_attach_gives_the_streams_back(fails, monkeypatch: pytest.MonkeyPatch):
-    fails(monkeypatch, WeightStreamer, "__init__")
-
-
-@pytest.mark.slow
-def test_checkpoints_that_fail_give_everything_back(fails, monkeypatch: pytest.MonkeyPatch):
-    fails(monkeypatch, build_module, "Checkpoints")
-
-
 @pytest.mark.slow
 def test_a_checkpoint_that_does_not_load_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     run_here(tmp_path / "saved", *JOB)
     fails(monkeypatch, Checkpoint, "restore", f"resume={tmp_path / 'saved'}", "steps=9")
-
-
-def test_a_loop_that_fails_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch):
-    fails(monkeypatch, HostAdamW, "step")
 
 
 def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

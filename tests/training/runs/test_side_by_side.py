@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.training.helpers.in_process import TINY_RUN, run_here
 from training.runs.side_by_side import side_by_side
 
 
@@ -84,15 +82,3 @@ def test_an_interrupt_of_the_caller_ends_all_of_them(monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         side_by_side([work] * 8, 3, given_up)
     assert not [thread for thread in threading.enumerate() if thread.name == "side by side"]
-
-
-@pytest.mark.slow
-def test_a_run_saves_and_resumes_without_a_thread(tmp_path: Path, granted, at, content, caplog):
-    overrides = (*TINY_RUN, "dataset=synthetic", "checkpoint.every=3")
-    run_here(tmp_path / "whole", *overrides)
-    granted(0)
-    assert run_here(tmp_path / "run", *overrides, "steps=3")["status"] == "ok"
-    run_here(tmp_path / "run", *overrides, "resume=auto")
-    assert content(at(tmp_path / "run", 6)) == content(at(tmp_path / "whole", 6))
-    # Saved, verified and saved.
-    assert sum("can't start new thread" in record.message for record in caplog.records) == 3
