@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from models.adapter_targets import expert_names, saved_names, short_names, short_parameter_names, target_names
-from models.buffers import with_statistics
+from models.built_again import with_statistics
 from models.initialise import Draws
 from models.quiet_imports import import_quantisers, without_remarks
 

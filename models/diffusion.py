@@ -11,17 +11,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.attention import avoid_cudnn_attention
-from models.buffers import fill_buffers
-from models.diffusion_families import FAMILIES
+from models.built_again import fill_buffers
+from models.diffusion_families import FAMILIES, reason_against
 from models.diffusion_family import Family
-from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion, matched_diffusion
+from models.diffusion_files import CONFIG_FILE, config_folder, file_of
 from models.diffusion_initialise import initialise_diffusion
-from models.diffusion_refused import reason_against
-from models.diffusion_shapes import SHAPES
 from models.json_files import read_object
+from models.packed_attention import avoid_cudnn_attention
 from models.quiet_imports import import_quantisers, without_remarks
 from models.safetensors_files import StoredTensor
+from models.weights import load_weights, matched_weights
+
+# Shapes of well-known models: the class of diffusers, and its configuration.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Peebles and Xie 2023, DiT-XL/2 for latents of 256 x 256 pixels. It has 675M parameters; diffusers keeps a copy of
+    # the embeddings of times and labels in each of the 28 blocks, which makes 750M.
+    "dit_xl": (
+        "DiTTransformer2DModel",
+        {
+            "sample_size": 32,
+            "patch_size": 2,
+            "in_channels": 4,
+            "num_layers": 28,
+            "num_attention_heads": 16,
+            "attention_head_dim": 72,
+            "num_embeds_ada_norm": 1000,
+        },
+    ),
+    # Black Forest Labs 2024, FLUX.1-dev.
+    "flux": ("FluxTransformer2DModel", {"guidance_embeds": True}),
+    # The same kinds of layers in a twelfth of the weights.
+    "flux_small": (
+        "FluxTransformer2DModel",
+        {"guidance_embeds": True, "num_layers": 6, "num_single_layers": 12, "num_attention_heads": 12},
+    ),
+    # Podell et al. 2023.
+    "sdxl_unet": (
+        "UNet2DConditionModel",
+        {
+            "sample_size": 128,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 256,
+            "attention_head_dim": [5, 10, 20],
+            "block_out_channels": [320, 640, 1280],
+            "cross_attention_dim": 2048,
+            "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+            "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+            "layers_per_block": 2,
+            "projection_class_embeddings_input_dim": 2816,
+            "transformer_layers_per_block": [1, 2, 10],
+            "use_linear_projection": True,
+        },
+    ),
+    # For letters of 16 pixels in eight classes: large enough to draw them, small enough for a CPU.
+    "unet_small": (
+        "UNet2DModel",
+        {
+            "sample_size": 16,
+            "in_channels": 1,
+            "out_channels": 1,
+            "block_out_channels": [32, 64],
+            "layers_per_block": 1,
+            "norm_num_groups": 8,
+            "attention_head_dim": 16,
+            "num_class_embeds": 9,
+            "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+            "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+        },
+    ),
+    # HaCohen et al. 2024, the model of 2B parameters.
+    "ltx_video": ("LTXVideoTransformer3DModel", {}),
+}
 
 
 class DiffusionModel(nn.Module):
@@ -77,12 +137,15 @@ class DiffusionModel(nn.Module):
         initialise_diffusion(self.network, self._same_again, self._family.first_stds, seed, device)
 
     def load(self, path: Path) -> None:
-        """See `models.diffusion_files.load_diffusion`."""
-        load_diffusion(self, path)
+        """Copies weights into the parameters and persistent buffers, as `models.weights.load_weights`.
+
+        `path` is a .safetensors file, an index, the folder of a model, or that of a pipeline.
+        """
+        load_weights(self.network, file_of(path))
 
     def matched(self, path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
-        """See `models.diffusion_files.matched_diffusion`."""
-        return matched_diffusion(self, path)
+        """Returns what `models.weights.matched_weights` returns of the files that `load` reads."""
+        return matched_weights(self.network, file_of(path))
 
     def _same_again(self) -> nn.Module:
         return type(self.network).from_config(self.network.config)

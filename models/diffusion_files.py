@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from models.safetensors_files import StoredTensor, split_into_files, write_tensors
-from models.weights import MAX_SHARD_BYTES, index_of, load_weights, matched_weights
+from models.safetensors_files import split_into_files, write_tensors
+from models.weights import MAX_SHARD_BYTES, index_of
 from models.whole_folder import Fill, bytes_of
 
 CONFIG_FILE = "config.json"
@@ -27,29 +27,22 @@ def config_folder(path: Path) -> Path | None:
     return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
 
 
-def load_diffusion(model: nn.Module, path: str | Path) -> None:
-    """Copies weights into the model's parameters and persistent buffers, converting to their dtype and device.
+def file_of(path: str | Path) -> Path:
+    """Returns what `load_weights` reads of `path`: itself, or of a folder its file or index.
 
-    Args:
-        path: a .safetensors file, an index, the folder of a model, or that of a pipeline with one in `transformer` or
-            `unet`. Where a folder has several variants (".fp16."), the one without a name is taken.
-
-    Raises:
-        FileNotFoundError: `path` does not exist.
-        ValueError: there are no safetensors files, or they do not fit the model, as in `models.weights.load_weights`.
-            The model is unchanged then.
+    Where a folder has several variants (".fp16."), the one without a name is taken. Raises ValueError for a folder
+    without safetensors files.
     """
-    load_weights(model.network, _file_of(path))
-
-
-def matched_diffusion(model: nn.Module, path: str | Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
-    """Returns what `models.weights.matched_weights` returns of the files that `load_diffusion` reads."""
-    return matched_weights(model.network, _file_of(path))
-
-
-def _file_of(path: str | Path) -> Path:
     path = Path(path).expanduser()
-    return _files_in(path) if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    found = config_folder(path) or path
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (found / name).is_file():
+            return found / name
+    raise ValueError(
+        f"{found} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the folder of a model of diffusers, with safetensors"
+    )
 
 
 def diffusion_files(
@@ -73,14 +66,3 @@ def diffusion_files(
     if len(parts) > 1:
         files[INDEX_FILE] = bytes_of(index_of(parts))
     return files
-
-
-def _files_in(folder: Path) -> Path:
-    """Returns what `load_weights` reads of a folder. Raises ValueError if there are no safetensors files in it."""
-    found = config_folder(folder) or folder
-    for name in (SINGLE_FILE, INDEX_FILE):
-        if (found / name).is_file():
-            return found / name
-    raise ValueError(
-        f"{found} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the folder of a model of diffusers, with safetensors"
-    )

@@ -105,4 +105,4 @@ class PatchesInTraining(Layout):
 
 
 AS_THEY_ARE = Layout()
-FRAMES_FIRST, CHANNELS_LAST = Moved(1), Moved(3)
+FRAMES_FIRST, CHANNELS_LAST, LENGTH_FIRST = Moved(1), Moved(3), Moved(1)

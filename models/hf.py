@@ -17,16 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, DynamicCache, PreTrainedModel
 
-from models.attention import avoid_cudnn_attention
-from models.buffers import fill_buffers
+from models.built_again import fill_buffers
 from models.hf_head import use_plain_head
-from models.hf_host_reads import one_sequence_a_row, packed_rows, without_padding_warning
-from models.hf_packed import Packing
-from models.hf_packed_kernel import STARTS, starts_for
-from models.hf_positions import most_positions
+from models.hf_packed import (
+    STARTS,
+    Packing,
+    most_positions,
+    one_sequence_a_row,
+    packed_rows,
+    starts_for,
+    without_padding_warning,
+)
 from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
 from models.loss import IGNORED_LABEL, averages
-from models.packed_attention import positions_in
+from models.packed_attention import avoid_cudnn_attention, positions_in
 from models.safetensors_files import StoredTensor
 
 # Buffers that have the dtype of what they meet: XGLM's positions, the mask of OpenAI's first GPT, Swin v2's places.
@@ -86,7 +90,7 @@ class TransformersModel(nn.Module):
         self.hf = model
 
     def fill_buffers(self) -> None:
-        """See `models.buffers.fill_buffers`."""
+        """See `models.built_again.fill_buffers`."""
         fill_buffers(self.hf, functools.partial(same_again, self.hf))
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:

@@ -64,7 +64,7 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
     So a value depends neither on the order of filling nor on the mode, the device or the dtype (but for rounding to
     it). The initialisation runs on the meta device once, and what it writes shows which of these a tensor is.
     Tied parameters have the value of the one that the others are tied to. Buffers are not changed:
-    `models.buffers.fill_buffers`.
+    `models.built_again.fill_buffers`.
 
     Args:
         seed: any integer.

@@ -107,12 +107,33 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
         )
 
 
+class _Gradients:
+    """The gradients of `hidden` and `weight`, added up chunk by chunk; None for one that is not needed."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wide: torch.dtype, hidden_needed: bool, weight_needed: bool):
+        self._hidden, self._weight = hidden, weight
+        self.needed = hidden_needed or weight_needed
+        self._of_hidden = torch.empty_like(hidden) if hidden_needed else None
+        self._of_weight = torch.zeros_like(weight, dtype=wide) if weight_needed else None
+
+    def add(self, chunk: slice, probabilities: Tensor, label: Tensor, scale: Tensor) -> None:
+        """Adds those of a chunk, given its softmax times `scale` [tokens, 1], which is overwritten."""
+        probabilities.scatter_(1, label, probabilities.gather(1, label) - scale)
+        logits_grad = probabilities.to(self._hidden.dtype)
+        if self._of_hidden is not None:
+            self._of_hidden[chunk] = logits_grad @ self._weight
+        if self._of_weight is not None:
+            _add_product(self._of_weight, logits_grad.t(), self._hidden[chunk])
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns both in the dtype of their tensors."""
+        of_weight = self._of_weight
+        return self._of_hidden, None if of_weight is None else of_weight.to(self._weight.dtype)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, grad_enabled: bool):
-        # needs_input_grad is True even under no_grad.
-        hidden_needs_grad = grad_enabled and ctx.needs_input_grad[0]
-        weight_needs_grad = grad_enabled and ctx.needs_input_grad[1]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         counted = labels != IGNORED_LABEL
         labels = labels.where(counted, 0)
@@ -120,44 +141,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         label_share = counted.to(wide) / counted.sum().clamp(min=1)
 
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        hidden_grad = torch.empty_like(hidden) if hidden_needs_grad else None
-        weight_grad = torch.zeros_like(weight, dtype=wide) if weight_needs_grad else None
+        # needs_input_grad is True even under no_grad.
+        gradients = _Gradients(hidden, weight, wide, *(grad_enabled and needed for needed in ctx.needs_input_grad[:2]))
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             label, share = labels[chunk, None], label_share[chunk, None]
-
             # One buffer, overwritten in place: logits, then their exponentials, then the gradient of the logits.
             buffer = _product(hidden[chunk], weight.t(), wide)
             buffer.sub_(buffer.amax(dim=-1, keepdim=True))
             label_logit = buffer.gather(1, label)
             normaliser = buffer.exp_().sum(dim=-1, keepdim=True)
             loss += ((normaliser.log() - label_logit) * share).sum()
-            if not (hidden_needs_grad or weight_needs_grad):
-                continue
-            buffer.mul_(share / normaliser)
-            buffer.scatter_(1, label, buffer.gather(1, label) - share)
-            logits_grad = buffer.to(hidden.dtype)
-            if hidden_needs_grad:
-                hidden_grad[chunk] = logits_grad @ weight
-            if weight_needs_grad:
-                _add_product(weight_grad, logits_grad.t(), hidden[chunk])
+            if gradients.needed:
+                gradients.add(chunk, buffer.mul_(share / normaliser), label, share)
             # Freed before the next chunk's logits are made.
-            del buffer, logits_grad
-
-        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+            del buffer
+        ctx.save_for_backward(*gradients.results())
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, loss_grad: Tensor):
-        hidden_grad, weight_grad = ctx.saved_tensors
-        return (
-            None if hidden_grad is None else hidden_grad * loss_grad,
-            None if weight_grad is None else weight_grad * loss_grad,
-            None,
-            None,
-            None,
-        )
+        found = (None if gradient is None else gradient * loss_grad for gradient in ctx.saved_tensors)
+        return *found, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -187,25 +193,17 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, losses_grad: Tensor):
         hidden, weight, labels, normalisers = ctx.saved_tensors
-        hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         counted = labels != IGNORED_LABEL
         known = labels.where(counted, 0)
         losses_grad = losses_grad.masked_fill(~counted, 0)
-        hidden_grad = torch.empty_like(hidden) if hidden_needs_grad else None
-        weight_grad = torch.zeros_like(weight, dtype=normalisers.dtype) if weight_needs_grad else None
+        gradients = _Gradients(hidden, weight, normalisers.dtype, *ctx.needs_input_grad[:2])
         for start in range(0, len(labels), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            label, grad = known[chunk, None], losses_grad[chunk, None]
+            grad = losses_grad[chunk, None]
             buffer = _product(hidden[chunk], weight.t(), normalisers.dtype)
-            buffer.sub_(normalisers[chunk, None]).exp_().mul_(grad)
-            buffer.scatter_(1, label, buffer.gather(1, label) - grad)
-            logits_grad = buffer.to(hidden.dtype)
-            if hidden_needs_grad:
-                hidden_grad[chunk] = logits_grad @ weight
-            if weight_needs_grad:
-                _add_product(weight_grad, logits_grad.t(), hidden[chunk])
-            del buffer, logits_grad
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
+            gradients.add(chunk, buffer.sub_(normalisers[chunk, None]).exp_().mul_(grad), known[chunk, None], grad)
+            del buffer
+        return *gradients.results(), None, None
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

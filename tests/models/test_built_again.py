@@ -1,12 +1,18 @@
-"""A model that is built a second time: its parameters take no memory, but for those that are asked for."""
+"""A model that is built a second time, without memory for its parameters: its buffers and first values."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from models.built_again import as_made, with_buffers, without_weights
+from models.built_again import as_made, fill_buffers, with_buffers, without_weights
+from models.hf import TransformersModel
+from models.hf_initialise import initialise_hf
+from offload import LayerStream
+from tests.models.helpers.hf_models import MODELS, batch, tiny, without_values
+from tests.offload.helpers.models import attached
 
 
 class Own(nn.Module):
@@ -52,3 +58,165 @@ def test_memory_that_nothing_is_written_to_is_refused():
         dict(as_made(Own(), Own, ["unfilled"], 0))
     assert not torch.are_deterministic_algorithms_enabled()
     assert list(as_made(Own(), lambda: pytest.fail("built"), [], 0)) == []
+
+
+class Tables(nn.Module):
+    def __init__(self, width: int = 6, rows: int = 3):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.table = nn.Parameter(torch.randn(2, width))
+        self.register_buffer("angles", torch.outer(torch.arange(rows), torch.linspace(0, 1, width)).sin())
+        self.register_buffer("halves", torch.arange(width) / 2, persistent=False)
+
+
+def on_meta(make=Tables) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def test_buffers_are_those_of_the_cpu() -> None:
+    model = on_meta().to_empty(device="cpu")
+    fill_buffers(model, Tables)
+    for (name, buffer), (expected_name, expected) in zip(model.named_buffers(), Tables().named_buffers(), strict=True):
+        assert name == expected_name
+        assert buffer.dtype == expected.dtype
+        assert torch.equal(buffer, expected)
+
+
+def test_they_are_converted_as_the_model_was() -> None:
+    model = on_meta().bfloat16().to_empty(device="cpu")
+    fill_buffers(model, Tables)
+    assert torch.equal(model.angles, Tables().bfloat16().angles)
+
+
+def test_neither_parameters_nor_random_numbers_change() -> None:
+    model = on_meta().to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 3.0)
+    state = torch.random.get_rng_state()
+    fill_buffers(model, Tables)
+    assert all((parameter == 3.0).all() for parameter in model.parameters())
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_model_without_buffers_is_not_built() -> None:
+    fill_buffers(nn.Linear(2, 2), lambda: pytest.fail("built"))
+
+
+class Dependent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("copy", self.linear.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("model", "build", "message"),
+    [
+        (on_meta, Tables, r"angles \(and 4 more\): allocate the memory of the model before"),
+        (Tables, lambda: Tables(rows=4), "angles: the model built again has no value for it"),
+        (Tables, lambda: nn.Linear(2, 2), r"\(and 4 more\): the model built again has no value for it"),
+        (Dependent, Dependent, "copy: the model built again has no value for it"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused(model, build, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fill_buffers(model(), build)
+
+
+WITH_BUFFERS = [name for name in MODELS if any(True for _ in tiny(name, "meta").buffers())]
+
+
+class Config(PreTrainedConfig):
+    model_type = "tests_of_buffers"
+
+
+class OwnHf(PreTrainedModel):
+    """A model with buffers that the tests choose."""
+
+    config_class = Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.linear = nn.Linear(2, 2)
+        self.fill()
+        self.post_init()
+
+    def fill(self) -> None: ...
+
+
+class Loose(OwnHf):
+    def fill(self) -> None:
+        self.linear.angles = torch.arange(3.0).cos()
+        self.tables = [torch.arange(2.0), {"wide": torch.arange(4.0)}]
+
+
+class LooseAndRandom(OwnHf):
+    def fill(self) -> None:
+        self.noise = torch.randn(3)
+
+
+class LooseView(OwnHf):
+    def fill(self) -> None:
+        self.view = self.linear.weight.detach()
+
+
+def made(kind: type[OwnHf], device: str = "meta") -> TransformersModel:
+    with torch.device(device):
+        return TransformersModel(kind(Config()))
+
+
+@pytest.mark.parametrize("name", WITH_BUFFERS)
+def test_buffers_are_those_of_a_model_built_on_the_cpu(name: str):
+    model, expected = without_values(name), tiny(name)
+    model.fill_buffers()
+    for (path, found), (other, buffer) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        assert (path, found.dtype, found.device) == (other, buffer.dtype, buffer.device)
+        assert torch.equal(found, buffer), path
+
+
+def test_values_are_written_in_place_and_parameters_are_left():
+    model = without_values("qwen3")
+    places = [buffer.data_ptr() for buffer in model.buffers()]
+    model.fill_buffers()
+    assert [buffer.data_ptr() for buffer in model.buffers()] == places
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+def test_a_mode_runs_a_model_from_the_meta_device():
+    model, expected = tiny("qwen3", "meta"), without_values("qwen3")
+    expected.fill_buffers()
+    initialise_hf(expected, seed=1)
+    mode = LayerStream()
+    with attached(mode, model):
+        with pytest.raises(RuntimeError, match="without values"):
+            model(*batch("qwen3"))
+        initialise_hf(model, seed=1)
+        with pytest.raises(RuntimeError, match=r"without values: hf\.model\.rotary_emb"):
+            model(*batch("qwen3"))
+        model.fill_buffers()
+        with mode.step():
+            loss = model(*batch("qwen3"))
+            loss.backward()
+    assert torch.equal(loss, expected(*batch("qwen3")))
+
+
+def test_a_tensor_that_is_no_buffer_is_that_of_the_cpu():
+    model = made(Loose).to_empty(device="cpu")
+    assert model.hf.linear.angles.is_meta
+    model.fill_buffers()
+    assert torch.equal(model.hf.linear.angles, torch.arange(3.0).cos())
+    assert "angles" not in dict(model.hf.linear.named_buffers())
+    assert model.hf.tables[0].tolist() == [0, 1]
+    assert model.hf.tables[1]["wide"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_random_tensor_that_is_no_buffer_is_refused():
+    with pytest.raises(ValueError, match=r"^noise: its values are random"):
+        made(LooseAndRandom).to_empty(device="cpu").fill_buffers()
+
+
+def test_a_tensor_of_weights_that_is_no_buffer_is_refused():
+    with pytest.raises(ValueError, match=r"^view: the model built again has no value for it"):
+        made(LooseView).to_empty(device="cpu").fill_buffers()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import diffusers
 import pytest
 import torch
 
 from models.diffusion import build_diffusion
-from models.diffusion_families import FAMILIES
+from models.diffusion_families import FAMILIES, REASONS, reason_against
 from tests.models.helpers.pipeline_calls import BACKWARDS, CALLS, FORMS, back
 from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 
@@ -110,9 +112,56 @@ def test_latte_refuses_other_numbers_of_frames() -> None:
         ("latte", {"norm_type": "layer_norm"}, "norm_type=layer_norm: only"),
         ("prior", {"clip_embed_dim": 4}, "clip_embed_dim=4: the model must return as many"),
         ("unet_1d", {"time_embedding_type": "positional"}, "time_embedding_type=positional: only"),
+        ("audioldm2", {"cross_attention_dim": 12}, "cross_attention_dim=12: only three widths for each block are supp"),
+        ("unet", {"out_channels": 2}, "in_channels=1: only in_channels=2"),
+        (
+            "unet",
+            {"time_embedding_type": "fourier"},
+            "time_embedding_type=fourier: only time_embedding_type=positional",
+        ),
+        ("unet", {"class_embed_type": "timestep"}, "class_embed_type=timestep: only class_embed_type=None"),
+        ("text_unet", {"class_embed_type": "timestep"}, "class_embed_type=timestep: only class_embed_type=None"),
+        ("text_unet", {"addition_embed_type": "text_image"}, "=text_image: only text, text_time, image or null"),
+        ("text_unet", {"encoder_hid_dim_type": "text_image_proj"}, "=text_image_proj: only text_proj, image_proj or"),
+        ("dit", {"out_channels": 3}, "in_channels=4: only in_channels=3"),
+        ("sdxl", {"addition_time_embed_dim": None}, "UNet2DConditionModel cannot be built with"),
     ],
 )
 def test_configurations_with_other_inputs_are_refused(name: str, changes: dict, message: str) -> None:
     kind, options, _ = SMALL[name]
     with pytest.raises(ValueError, match=message):
         build_diffusion(kind, {**options, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("AutoencoderKLWan", "it encodes or decodes images, sounds or videos"),
+        ("FluxControlNetModel", "its output is added inside of another model"),
+        ("LTX2VideoTransformer3DModel", "it makes a video and a sound at once"),
+        ("OmniGenTransformer2DModel", "its text is token ids"),
+        ("Cosmos3OmniTransformer", "it reads token ids"),
+        ("HeliosTransformer3DModel", "it continues a video from frames in several sizes"),
+        ("UNetControlNetXSModel", "it is two models in one"),
+    ],
+)
+def test_a_class_that_does_not_fit_is_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: {name} is not supported: {reason}"):
+        build_diffusion(name)
+
+
+def test_no_supported_class_has_a_reason_against_it() -> None:
+    assert not [name for name in FAMILIES if reason_against(name)]
+    assert reason_against("Flux9Transformer2DModel") is None
+
+
+def test_every_class_of_diffusers_was_looked_at() -> None:
+    classes = [getattr(diffusers, name) for name in dir(diffusers) if name.endswith(("Model", "Transformer", "UNet"))]
+    names = {each.__name__ for each in classes if isinstance(each, type) and issubclass(each, diffusers.ModelMixin)}
+    assert len(names) > 100
+    assert sorted(name for name in names - FAMILIES.keys() if reason_against(name) is None) == []
+
+
+def test_every_pattern_is_that_of_a_class() -> None:
+    names = dir(diffusers)
+    assert not [pattern for pattern in REASONS if not any(fnmatchcase(name, pattern) for name in names)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models.diffusion import DiffusionModel, build_diffusion
-from models.diffusion_files import diffusion_files, load_diffusion
+from models.diffusion_files import diffusion_files
 from tests.models.helpers.saving import save_diffusion
 from tests.offload.helpers.diffusion_architectures import HEADS
 
@@ -51,17 +51,8 @@ def test_diffusers_reads_what_is_written(tmp_path: Path, shard_bytes: int) -> No
 def test_what_diffusers_writes_is_read(tmp_path: Path, shard_size: str) -> None:
     small(0).network.save_pretrained(tmp_path, max_shard_size=shard_size)
     model = small(1)
-    load_diffusion(model, tmp_path)
+    model.load(tmp_path)
     assert same(model, small(0))
-
-
-def test_values_are_converted_in_place(tmp_path: Path) -> None:
-    save_diffusion(small(0), tmp_path)
-    model = small(1).bfloat16()
-    places = [parameter.data_ptr() for parameter in model.parameters()]
-    load_diffusion(model, tmp_path)
-    assert same(model, small(0).bfloat16())
-    assert places == [parameter.data_ptr() for parameter in model.parameters()]
 
 
 def test_the_variant_without_a_name_of_a_pipelines_part_is_taken(tmp_path: Path) -> None:
@@ -69,14 +60,14 @@ def test_the_variant_without_a_name_of_a_pipelines_part_is_taken(tmp_path: Path)
     save_diffusion(small(0), folder)
     shutil.copy(folder / "diffusion_pytorch_model.safetensors", folder / "diffusion_pytorch_model.fp16.safetensors")
     model = small(1)
-    load_diffusion(model, tmp_path)
+    model.load(tmp_path)
     assert same(model, small(0))
 
 
 def test_a_single_file_is_read(tmp_path: Path) -> None:
     save_diffusion(small(0), tmp_path)
     model = small(1)
-    load_diffusion(model, tmp_path / "diffusion_pytorch_model.safetensors")
+    model.load(tmp_path / "diffusion_pytorch_model.safetensors")
     assert same(model, small(0))
 
 
@@ -84,22 +75,15 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path: Path)
     save_diffusion(build_diffusion("SD3Transformer2DModel", {**SD3, "num_layers": 2}), tmp_path)
     model = small(1)
     with pytest.raises(ValueError, match="choose the model that it was saved from"):
-        load_diffusion(model, tmp_path)
+        model.load(tmp_path)
     assert same(model, small(1))
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has neither diffusion_pytorch_model\.safetensors nor"):
-        load_diffusion(small(0), tmp_path)
+        small(0).load(tmp_path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        load_diffusion(small(0), tmp_path / "none")
-
-
-def test_a_folder_with_files_is_not_written_to(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    with pytest.raises(ValueError, match="is not empty: give a new folder"):
-        save_diffusion(small(0), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+        small(0).load(tmp_path / "none")
 
 
 def test_a_model_without_memory_is_not_saved() -> None:

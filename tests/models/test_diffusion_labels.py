@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.diffusion import build_diffusion
 from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 
 STEPS = TIMES * 1000
@@ -75,26 +74,3 @@ def test_dit_with_a_variance_gives_the_mean_alone() -> None:
 def test_dit_refuses_other_sizes() -> None:
     with pytest.raises(ValueError, match=r"takes images of shape \[4, 8, 8\], not \[4, 8, 4\]"):
         small("dit")(torch.zeros(1, 4, 8, 4), TIMES[:1], labels=torch.tensor([1]))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("unet", {"out_channels": 2}, "in_channels=1: only in_channels=2"),
-        (
-            "unet",
-            {"time_embedding_type": "fourier"},
-            "time_embedding_type=fourier: only time_embedding_type=positional",
-        ),
-        ("unet", {"class_embed_type": "timestep"}, "class_embed_type=timestep: only class_embed_type=None"),
-        ("text_unet", {"class_embed_type": "timestep"}, "class_embed_type=timestep: only class_embed_type=None"),
-        ("text_unet", {"addition_embed_type": "text_image"}, "=text_image: only text, text_time, image or null"),
-        ("text_unet", {"encoder_hid_dim_type": "text_image_proj"}, "=text_image_proj: only text_proj, image_proj or"),
-        ("dit", {"out_channels": 3}, "in_channels=4: only in_channels=3"),
-        ("sdxl", {"addition_time_embed_dim": None}, "UNet2DConditionModel cannot be built with"),
-    ],
-)
-def test_configurations_with_other_inputs_are_refused(name: str, changes: dict, message: str) -> None:
-    kind, options, _ = SMALL[name]
-    with pytest.raises(ValueError, match=message):
-        build_diffusion(kind, {**options, **changes})

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, masking_utils
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models import hf, hf_packed_kernel
-from models.hf_packed import Packing
+from models import hf, hf_packed
+from models.hf_packed import (
+    SDPA,
+    STARTS,
+    Packing,
+    mask_of,
+    most_positions,
+    one_sequence_a_row,
+    packed_rows,
+    starts_for,
+)
+from models.packed_attention import bounds_of, positions_in
 from offload.planning.meta_kernels import fused_kernels
-from tests.models.helpers.hf_models import GROUPED, LANGUAGE, MODELS, SINGLE, build_hf, task_of, tiny
+from tests.models.helpers.hf_models import GROUPED, LANGUAGE, MODELS, SINGLE, VOCABULARY, batch, build_hf, task_of, tiny
 from tests.models.helpers.packed import SEGMENTS, counted, far_from_uniform, losses_alone, packed_batch
 
 NAMES = [name for name in MODELS | SINGLE if task_of(name) == "causal_lm"]
@@ -59,7 +75,7 @@ def test_starts_in_place_of_masks_give_the_same(name: str, monkeypatch: pytest.M
     model.zero_grad()
     monkeypatch.setattr(hf, "starts_for", lambda segments, dtype: counted(segments).starts)
     masks = []
-    monkeypatch.setattr(hf_packed_kernel, "_mask", lambda *given, **options: masks.append(given))
+    monkeypatch.setattr(hf_packed, "_sdpa_mask", lambda *given, **options: masks.append(given))
     found = packed_losses(model)
     found.sum().backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -111,10 +127,158 @@ def test_the_kernel_is_as_near_to_exact_numbers_as_masks(name: str, monkeypatch:
         ids, labels = (tensor.cuda() for tensor in packed_batch())
         by_masks = model(ids, labels, segments=SEGMENTS.cuda(), reduction="none").cpu()
         calls = []
-        kernel = hf_packed_kernel.attention_by_starts
-        monkeypatch.setattr(
-            hf_packed_kernel, "attention_by_starts", lambda *given: calls.append(given) or kernel(*given)
-        )
+        kernel = hf_packed.attention_by_starts
+        monkeypatch.setattr(hf_packed, "attention_by_starts", lambda *given: calls.append(given) or kernel(*given))
         by_kernel = model(ids, labels, segments=counted(SEGMENTS, "cuda"), reduction="none").cpu()
     assert len(calls) == 2
     assert (by_kernel - expected).norm() < 1.2 * (by_masks - expected).norm() + 0.01 * expected.norm()
+
+
+TWO_SAMPLES = torch.tensor([[0, 1, 2, 0, 1]])
+# torch multiplies the rows of experts on the meta device in bf16 alone; tests/models/test_hf_modes.py plans them.
+WITH_EXPERTS = {"mixtral", "mixtral_balanced", "gpt_oss", "deepseek_v3", "qwen3_next"}
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host reads from tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def search() -> torch.Tensor | None:
+    return masking_utils.find_packed_sequence_indices(TWO_SAMPLES)
+
+
+def test_the_search_is_left_out_in_the_block_alone():
+    assert search().tolist() == [[0, 0, 0, 1, 1]]
+    with one_sequence_a_row():
+        assert search() is None
+        with one_sequence_a_row():
+            assert search() is None
+        assert search() is None
+    assert search() is not None
+
+
+def test_the_search_is_left_out_in_one_thread_alone():
+    found = []
+    with one_sequence_a_row():
+        thread = threading.Thread(target=lambda: found.append(search()))
+        thread.start()
+        thread.join()
+    assert found[0] is not None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_transformers_itself_reads_the_positions(name: str):
+    with Reads() as reads:
+        tiny(name).hf(input_ids=batch(name)[0])
+    assert reads.count
+
+
+@pytest.mark.parametrize("name", ["bart", *sorted(LANGUAGE.keys() - WITH_EXPERTS)])
+def test_a_step_reads_nothing_back(name: str):
+    model = tiny(name, "meta").train()
+    with Reads() as reads:
+        model(*(argument.to("meta") for argument in batch(name))).backward()
+    assert reads.count == 0
+
+
+EMBEDS = torch.zeros(*SEGMENTS.shape, 4)
+EXPECTED = bounds_of(SEGMENTS, EMBEDS)
+
+
+def made(kind: str, make=create_causal_mask, **given) -> torch.Tensor | None:
+    config = LlamaConfig(sliding_window=2, attention_chunk_size=3 if make is create_chunked_causal_mask else None)
+    config._attn_implementation = kind
+    mask = make(config=config, inputs_embeds=EMBEDS, past_key_values=None, **{"attention_mask": None} | given)
+    return mask if mask is None or mask.dtype == torch.bool else mask == 0
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "given", [{"position_ids": positions_in(SEGMENTS)}, {}, {"attention_mask": torch.ones(SEGMENTS.shape)}]
+)
+def test_masks_are_bounded_with_and_without_positions(kind: str, given: dict):
+    with packed_rows(SEGMENTS) as sequences:
+        masks = made(kind, **given), made(kind, create_sliding_window_causal_mask, **given)
+    assert torch.equal(masks[0], EXPECTED)
+    assert torch.equal(masks[1], EXPECTED & torch.ones(12, 12, dtype=torch.bool).triu(-1))
+    assert sequences.asked == 2
+
+
+def test_rows_of_one_sequence_have_no_mask():
+    with one_sequence_a_row():
+        assert made("sdpa") is None
+    assert made("sdpa") is None
+
+
+def test_chunks_need_positions():
+    with packed_rows(SEGMENTS):
+        assert made("sdpa", create_chunked_causal_mask, position_ids=positions_in(SEGMENTS)) is not None
+        with pytest.raises(ValueError, match="chunks of attention begin anew in each sample"):
+            made("sdpa", create_chunked_causal_mask)
+
+
+STARTS_OF = counted(SEGMENTS).starts
+
+
+def test_the_mask_is_that_of_the_segments():
+    mask = mask_of(STARTS_OF, *SEGMENTS.shape, None)
+    assert torch.equal(mask, bounds_of(SEGMENTS, torch.empty(1)))
+    near = mask_of(STARTS_OF, *SEGMENTS.shape, 2)
+    assert torch.equal(near, mask & torch.ones(12, 12, dtype=torch.bool).triu(-1))
+
+
+def test_starts_are_for_kernels_of_gpus():
+    assert starts_for(SEGMENTS, torch.bfloat16) is None
+    assert starts_for(SEGMENTS.to("meta"), torch.float32) is None
+    assert starts_for(SEGMENTS.to("meta"), torch.bfloat16).is_meta
+
+
+def test_what_the_kernel_does_not_compute_is_computed_under_the_mask():
+    """Here dropout, which leaves nothing of anything."""
+    query = torch.ones(*SEGMENTS.shape, 1, 4).transpose(1, 2)
+    attend = ALL_ATTENTION_FUNCTIONS[SDPA]
+    plain, _ = attend(torch.nn.Module(), query, query, query, None, **{STARTS: STARTS_OF})
+    dropped, _ = attend(torch.nn.Module(), query, query, query, None, dropout=1.0, **{STARTS: STARTS_OF})
+    torch.testing.assert_close(plain, torch.ones(*SEGMENTS.shape, 1, 4))
+    assert not dropped.any()
+
+
+def test_without_starts_attention_is_that_of_transformers():
+    query = torch.randn(2, 1, 5, 4)
+    found, _ = ALL_ATTENTION_FUNCTIONS[SDPA](torch.nn.Module(), query, query, query, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert torch.equal(found, expected.transpose(1, 2))
+
+
+# Tables that begin with the first position, behind two rows, and behind a row for padding; and computed ones.
+WITH_TABLES = ["gpt2", "openai-gpt", "opt", "bert", "prophetnet", "gptj", "codegen", "ctrl"]
+
+
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_one_token_more_is_beyond_the_table(name: str):
+    model = tiny(name).eval()
+    longest = most_positions(model)
+    ids = torch.randint(3, VOCABULARY, (1, longest + 1), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert model(ids[:, :-1], ids[:, 1:]).isfinite()
+        # Some look into a buffer of the positions first, which is as long.
+        with pytest.raises((IndexError, RuntimeError)):
+            model(ids, ids)
+
+
+def test_a_table_behind_a_row_of_padding():
+    table = torch.nn.Embedding(10, 4, padding_idx=1)
+    own = {"position_embeddings": table, "word_embeddings": torch.nn.Embedding(3, 4)}
+    other = torch.nn.ModuleDict({"position_embedding": torch.nn.Embedding(5, 4)})
+    assert most_positions(torch.nn.ModuleDict({**own, "vision_tower": other})) == 8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mamba"])
+def test_rotary_embeddings_and_none_have_no_end(name: str):
+    assert most_positions(tiny(name, "meta")) is None

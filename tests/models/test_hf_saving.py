@@ -73,13 +73,6 @@ def test_a_model_without_memory_is_saved_with_the_values_that_are_read(name: str
     assert json.loads((tmp_path / "read" / "config.json").read_text())["eos_token_id"] == 7
 
 
-def test_a_folder_that_is_not_empty_is_not_written_to(tmp_path: Path):
-    (tmp_path / "mine").write_text("{}")
-    with pytest.raises(ValueError, match="is not empty: give a new folder"):
-        save_hf(tiny("gpt2"), tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
-
-
 def test_a_model_without_memory_and_tensors_that_cannot_be_converted_back(tmp_path: Path):
     with pytest.raises(ValueError, match="is on the meta device: allocate its memory"):
         save_hf(tiny("gpt2", "meta"), tmp_path / "a")

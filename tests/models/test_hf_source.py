@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, Gemma3Config, Qwen3Config
 
-from models.hf_source import find_source, sub_configs
+from models.hf import build_hf
+from models.hf_source import SHAPES, find_source, sub_configs
 
 
 def folder_of(values: dict, folder: Path) -> str:
@@ -177,3 +179,14 @@ class TestOverrides:
     def test_a_nested_key_is_named_with_its_path(self):
         with pytest.raises(ValueError, match=r"text_config\.hidden_sizes=4: gemma3_text has no such key"):
             find_source("gemma3", "causal_lm").config({"text_config": {"hidden_sizes": 4}})
+
+
+# In millions, as their authors state them.
+MILLIONS = {"qwen3_8b": 8191, "mixtral_small": 1517, "gpt2_124m": 124, "mamba_130m": 129, "vit_l": 304}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_parameters_of_their_models(name: str):
+    with torch.device("meta"):
+        model = build_hf(name, "classification" if name == "vit_l" else "causal_lm")
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == MILLIONS[name]

@@ -116,19 +116,6 @@ def test_thread_count_does_not_matter():
         torch.set_num_threads(threads)
 
 
-def test_views_of_one_flat_buffer_get_the_same_values():
-    expected, model = make_model(), Llama(**SIZES)
-    flat = torch.full((sum(p.numel() for p in model.parameters()) + 5,), float("nan"))
-    start = 5
-    for parameter in model.parameters():
-        parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
-        start += parameter.numel()
-    initialise(model, seed=0)
-    assert flat[:5].isnan().all()
-    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_strides_do_not_matter():
     plain = nn.Conv2d(6, 5, 3)
     channels_last = nn.Conv2d(6, 5, 3).to(memory_format=torch.channels_last)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.initialise import initialise
-from models.llama import Attention, Llama, Rotate, rotary_tables
+from models.llama import Attention, KeyValueCache, LayerCache, Llama, Rotate, rotary_tables
 from tests.models.helpers.hugging_face import HUGGING_FACE_SHAPES, SIZES
 from tests.models.helpers.packed import SEGMENTS, counted, losses_alone, packed_batch
 
@@ -320,3 +320,20 @@ def test_a_padded_row_is_the_sample_alone():
     padded = model(ids, labels.masked_fill(torch.arange(12) >= 7, -100), reduction="none")
     torch.testing.assert_close(padded[:, :7], model(ids[:, :7], labels[:, :7], reduction="none"), rtol=1e-5, atol=1e-5)
     assert not padded[:, 7:].any()
+
+
+def test_positions_are_stored_behind_each_other():
+    cache, key = LayerCache(4), torch.rand(2, 3, 4, 5)
+    cache.append(key[:, :, :3], -key[:, :, :3])
+    keys, values = cache.append(key[:, :, 3:], -key[:, :, 3:])
+    assert torch.equal(keys, key)
+    assert torch.equal(values, -key)
+    with pytest.raises(ValueError, match="5 positions are more than the 4 of the key/value cache"):
+        cache.append(key[:, :, :1], key[:, :, :1])
+    assert cache.length == 4
+
+
+def test_each_layer_has_its_own():
+    cache = KeyValueCache(2, 3)
+    cache.layers[0].append(torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 2))
+    assert (cache.length, cache.layers[1].length) == (2, 0)

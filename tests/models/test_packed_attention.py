@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models.diffusion import build_diffusion
+from models.hf import build_hf
 from models.packed_attention import attention_by_starts, bounds_of, has_kernel, packed_attention, positions_in
 from tests.models.helpers.packed import counted
 
@@ -96,3 +98,42 @@ def test_the_host_does_not_wait_for_the_device():
         packed_attention(query, key, value, bounds_of(segments, query)).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+SMALL_FLUX = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 64}
+
+
+@pytest.fixture
+def cudnn_allowed():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.usefixtures("cudnn_allowed")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: build_diffusion("flux", SMALL_FLUX),
+        lambda: build_hf("gpt2", "causal_lm", {"n_layer": 1}),
+    ],
+    ids=["diffusers", "transformers"],
+)
+def test_models_of_other_libraries_do_without_cudnns_attention(build):
+    with torch.device("meta"):
+        build()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.gpu
+@WITHOUT_CUDA
+def test_flux_has_gradients():
+    with torch.device("cuda"):
+        model = build_diffusion("flux", SMALL_FLUX).bfloat16()
+        condition = {name: torch.randn(2, *shape) for name, shape in model.condition_shapes.items() if len(shape) < 2}
+        condition["encoder_hidden_states"] = torch.randn(2, 512, 64)
+        velocity = model(torch.randn(2, 16, 64, 64), torch.rand(2), **condition)
+    velocity.float().square().mean().backward()
+    torch.cuda.synchronize()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
-from models.buffers import with_statistics
+from models.built_again import with_statistics
 from models.quantise import stored_tensors
 from offload import HostAdamW
 from training.checkpoints.tensors import optimizer_tensors, renew_copies
@@ -39,9 +39,7 @@ class Copies:
         shared: Collection[nn.Parameter] = (),
         reference: nn.Module | None = None,
     ):
-        self._model = model
-        self._optimizer = optimizer
-        self._reference = reference
+        self._model, self._optimizer, self._reference = model, optimizer, reference
         self._shared = {name for name, tensor in self._named() if tensor in shared}
 
     def tensors(self) -> dict[str, Tensor]:
