@@ -36,25 +36,24 @@ def choice(*choices: str) -> Any:
     return _declared(choices[0], lambda name, value: one_of(name, value, *choices))
 
 
-def nbytes(default: str | int | None, *, or_else: str = "") -> Any:
+def nbytes(default: str | int, *, or_else: str = "") -> Any:
     """Returns a field for a number of bytes: an int, or a string such as "512MiB", which `check_knobs` makes an int.
 
-    The word `or_else` is allowed too, and kept as it is; so is None where it is the default.
+    The word `or_else` is allowed too, and kept as it is.
     """
-
-    if or_else or default is None:
-        return _declared(default, lambda name, value: bytes_or(or_else or None, name, value))
+    if or_else:
+        return _declared(default, lambda name, value: bytes_or(or_else, name, value))
     return _declared(default, parse_bytes)
 
 
-def bytes_or(other: str | None, name: str, value: Any) -> Any:
+def bytes_or(other: str, name: str, value: Any) -> Any:
     """Returns `value` in bytes, or as it is where it is `other`. Raises KnobError where it is neither."""
     if value == other:
         return value
     try:
         return parse_bytes(name, value)
     except KnobError as error:
-        raise KnobError(name, value, f"{error.problem}, or {'null' if other is None else other}") from None
+        raise KnobError(name, value, f"{error.problem}, or {other}") from None
 
 
 def one_of(name: str, value: str, *choices: str) -> str:

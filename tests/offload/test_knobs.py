@@ -29,7 +29,6 @@ class Mode:
     pin: str = choice("auto", "off")
     room: str | int = nbytes("1KiB")
     budget: str | int = nbytes(0, or_else="auto")
-    limit: str | int | None = nbytes(None)
 
     def __post_init__(self) -> None:
         check_knobs(self)
@@ -48,15 +47,16 @@ class Derived(Mode):
 
 def test_defaults_are_those_of_the_declaration():
     mode = Mode()
-    assert (mode.slots, mode.prefetch, mode.pin, mode.room, mode.budget, mode.limit) == (4, None, "auto", 1024, 0, None)
+    assert (mode.slots, mode.prefetch, mode.pin, mode.room, mode.budget) == (4, None, "auto", 1024, 0)
     assert Derived().slots == 2
     mode.include.append("x")
     assert Mode().include == []
 
 
 def test_sizes_become_bytes_and_words_stay():
-    mode = Mode(room="512B", budget="auto", limit="2MiB")
-    assert (mode.room, mode.budget, mode.limit) == (512, "auto", 2 * 2**20)
+    mode = Mode(room="2MiB", budget="auto")
+    assert (mode.room, mode.budget) == (2 * 2**20, "auto")
+    assert Mode(budget="512B").budget == 512
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,6 @@ def test_sizes_become_bytes_and_words_stay():
         ({"room": None}, "room=None: must be bytes, such as 2GiB, 512MiB or 4096"),
         ({"room": "auto"}, "room=auto: must be bytes, such as 2GiB, 512MiB or 4096"),
         ({"budget": "all"}, "budget=all: must be bytes, such as 2GiB, 512MiB or 4096, or auto"),
-        ({"limit": "all"}, "limit=all: must be bytes, such as 2GiB, 512MiB or 4096, or null"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(values: dict, message: str):
