@@ -231,21 +231,13 @@ class Sampling:
 
 @dataclass
 class Hardware:
-    """A machine to plan for; see `training.planning.machine.Machine`. Null: measured, now or by the probe."""
+    """A machine to plan for (`training.planning.machine`). Null: as the preset has it, or measured."""
 
-    name: str | None = MISSING
     vram_gib: float | None = number(above=0)
     host_gib: float | None = number(above=0)
-    cores: int | None = number(at_least=1)
-    h2d_gb_s: float | None = number(above=0)
-    d2h_gb_s: float | None = number(above=0)
-    both_gb_s: float | None = number(above=0)
-    bf16_tflops: float | None = number(above=0)
-    fp32_tflops: float | None = number(above=0)
+    bus_gb_s: float | None = number(above=0)
+    tflops: float | None = number(above=0)
     update_gparams_s: float | None = number(above=0)
-    device_gb_s: float | None = number(above=0)
-    links_gb_s: float | None = number(above=0)
-    disk_gb_s: float | None = number(above=0)
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Plans a run: the bytes that it will hold and move, the time of a step and its bottleneck, and whether it fits.
 
-Nothing large is allocated and no GPU is needed. A dry run of the step on the meta device (`offload.planning.dry_run`)
-counts bytes, and times follow from the speeds of a machine (`training.planning.machine`).
+A dry run of the step on the meta device counts bytes, and times follow from the speeds of a machine.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from training.planning.choices import (
 from training.planning.dry_step import MOST_DRY, dry_step, refuse_shapes, without_dry_run
 from training.planning.fit import misfit
 from training.planning.forwards import reference_note
-from training.planning.machine import Machine, is_complete, machine_of
+from training.planning.machine import PRESETS, Machine, machine_of
 from training.planning.memory import PlannedMemory, budgets_of, logits_bytes
 from training.planning.notes import (
     note_of_ranks,
@@ -63,11 +62,11 @@ logger = logging.getLogger(__name__)
 def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     """Does all of `plan=true`: prints the plan, writes plan.json and a summary, and returns the summary.
 
-    The summary's status is "planned"; its reason names what does not fit, and is None if everything does. Raises
-    UserError as a run would.
+    Its status is "planned"; its reason names what does not fit. Raises UserError as a run would.
     """
-    device = resolve_device("auto" if is_complete(config) else config.device)
-    on_gpu = config.hardware.vram_gib is not None or device.type == "cuda"
+    is_preset = invocation.choices["hardware"] in PRESETS
+    device = resolve_device("auto" if is_preset else config.device)
+    on_gpu = is_preset or config.hardware.vram_gib is not None or device.type == "cuda"
     components = Components.of(config, invocation, device, on_gpu=on_gpu)
     # Refuses samples that cannot be made: for that no data are read, and nothing is downloaded.
     if tokenizer_is_here(config):
@@ -108,8 +107,8 @@ def _facts(components: Components) -> Mapping[str, str]:
 def plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tuple[Components, RunPlan]:
     """Plans the run; where offload.resident=auto, as many units stay on the device as pay within a vram_budget.
 
-    Writes their number into the configuration, 0 without a budget. Returns the components with that mode, which may
-    keep gradients after all. Raises UserError for a release of gradients that was asked for and cannot be.
+    Returns the components with that choice, which may keep gradients after all. Raises UserError for a release of
+    gradients that was asked for and cannot be.
     """
     return with_gradients_chosen(components, lambda some: _plan_filled(some, machine, has_gpu))
 
@@ -153,10 +152,7 @@ def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> N
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step that ran on the meta device, with the streams that timed it.
-
-    If the model cannot run without values, `run` has the bounds of the mode's footprint, and `notes` say so.
-    """
+    """A step that ran on the meta device, with the streams that timed it; or the bounds of the mode's footprint."""
 
     run: DryRun
     timed: SimulatedStreams | None

@@ -81,7 +81,6 @@ def probe(device: torch.device) -> dict[str, str | float]:
     values = {
         "name": device_name(device),
         "host_gib": facts["host_memory_gib"],
-        "cores": cores,
         "h2d_gb_s": bus.h2d,
         "d2h_gb_s": bus.d2h,
         "both_gb_s": bus.both,

@@ -31,8 +31,7 @@ from training.weights.mapped import mapped_note
 class PlannedTimes:
     """The time of a step: `forecast`, which counts the `update` of the optimizer, and the `phases` that it is made of.
 
-    `phases` copy out weights that were updated on the device, too. `clipped_ms` is the time of a step whose updates are
-    made when the norm is known, where they begin before in others. `notes` are lines on weights in files.
+    `clipped_ms` is that of a step whose updates wait for the norm, where others do not. `notes`: on weights in files.
     """
 
     phases: tuple[Phase, ...]
@@ -82,20 +81,17 @@ class PlannedTimes:
         return floor_ms(machine.bandwidth, bytes_in, bytes_out, flops, datasheet_flops(machine.name, dtype))
 
     def model_flops(self, trained_share: float) -> float:
-        """Returns the FLOPs of a step without recomputation, where a `trained_share` (0 to 1) of the numbers trains.
-
-        Backward has those of forward for the gradients of activations, and as many for those of weights that train.
-        """
+        """Returns the FLOPs of a step without recomputation, where a `trained_share` (0 to 1) of the numbers trains."""
+        # Backward has those of forward for the gradients of activations, and as many for those of weights that train.
         return (2 + trained_share) * sum(phase.flops for phase in self.phases if phase.forward)
 
 
 def _simulated_ms(
     components: Components, machine: Machine, phases: Sequence[Phase], timed: SimulatedStreams | None
 ) -> float | None:
-    """Returns the time of forward and backward in the dry run, or None if it was not timed.
+    """Returns the time of forward and backward in the dry run, None if it was not timed.
 
-    Where the step has more microbatches than the dry run, the time is scaled: the microbatches that ran show by how
-    much a step is longer than its phases.
+    Of more microbatches than ran it is scaled: those show by how much a step is longer than its phases.
     """
     if timed is None or components.config.microbatches <= MOST_DRY:
         return timed and timed.step_ms
@@ -113,13 +109,12 @@ def with_reads(
 ) -> tuple[Forecast, str]:
     """Returns the forecast of a step that reads `read_bytes` of its weights from files, and a line about it.
 
-    `file_bytes` are those of the weights; what the page cache has room for (`room_bytes`) is read once. `gb_s` is the
-    speed of the disk.
+    What the page cache has room for (`room_bytes`) of the `file_bytes` is read once. `gb_s` is the disk's speed.
     """
     if file_bytes <= room_bytes:
         return forecast, "weights in files: the page cache has room for them, so the disk is read in the first step"
     if gb_s is None:
-        unknown = "the disk's speed is not known, and the step may be longer: give hardware.disk_gb_s=GB/s"
+        unknown = "the disk's speed is not known, and the step may be longer: only hardware=auto measures it"
         return forecast, f"weights in files: read from the disk in every step; {unknown}"
     line = f"weights in files: read from the disk in every step, at {gb_s:.2f} GB/s"
     return bounded_by_files(forecast, read_bytes / gb_s / 1e6), line

@@ -21,7 +21,7 @@ from training.settle.components import Components
 
 MODEL = ("model.num_hidden_layers=6", "model.hidden_size=256", "model.intermediate_size=1024", "seq_len=64")
 # Copies bound the step, so that staying on the device pays.
-SLOW_BUS = ("hardware=h200", "hardware.h2d_gb_s=1", "hardware.d2h_gb_s=1", "hardware.both_gb_s=1", "precision=bf16")
+SLOW_BUS = ("hardware=h200", "hardware.bus_gb_s=1", "precision=bf16")
 
 
 def filled(*overrides: str, has_gpu: bool = True):

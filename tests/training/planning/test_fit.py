@@ -123,7 +123,7 @@ def test_the_machines_memory_is_not_held_to_the_error_of_the_plan_and_a_budget_i
 
 @pytest.mark.usefixtures("process_without_memory", "small_activations")
 def test_what_an_automatic_budget_would_keep_counts_against_a_budget_alone(machine):
-    job = ("offload=tensor_swap", "offload.budget=auto", "hardware.d2h_gb_s=0.001")
+    job = ("offload=tensor_swap", "offload.budget=auto", "hardware.bus_gb_s=0.001")
     components, plan = planned(*job, has_gpu=True)
     total = plan.totals["vram_budget"]
     assert 0 < plan.kept_bytes < total

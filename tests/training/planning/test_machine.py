@@ -13,14 +13,13 @@ from offload.streams import registry
 from tests.training.helpers.in_process import components_of
 from training.errors import UserError
 from training.planning import machine as machine_module
-from training.planning.machine import disk_gb_s, is_complete, machine_of, measured_in_short
+from training.planning.machine import BOTH_SHARE, PRESETS, disk_gb_s, machine_of, measured_in_short
 from training.planning.probe import keep
 
 CPU = torch.device("cpu")
 KEPT = {
     "name": "this one",
     "host_gib": 8.0,
-    "cores": 2,
     "h2d_gb_s": 10.0,
     "d2h_gb_s": 11.0,
     "both_gb_s": 6.0,
@@ -40,11 +39,18 @@ def test_hardware_measured_is_refused_if_nothing_was_measured():
         machine_of(components_of("hardware=measured"))
 
 
-def test_a_value_given_by_hand_replaces_that_of_a_preset(planned):
-    plan = planned("hardware.host_gib=1", "hardware.name=mine")
-    assert (plan.machine.name, plan.budgets["host_budget"]) == ("mine", GIB)
-    with pytest.raises(UserError, match=r"hardware\.h2d_gb_s=0\.0: must be above 0"):
-        planned("hardware.h2d_gb_s=0")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_values_given_by_hand_replace_those_of_a_preset(precision: str):
+    given = ("hardware.host_gib=1", "hardware.bus_gb_s=10", "hardware.tflops=100", f"precision={precision}")
+    machine = machine_of(components_of("hardware=a100", *given))
+    assert (machine.name, machine.host_gib, machine.vram_gib) == ("A100 80GB", 1, 79)
+    assert (machine.h2d_gb_s, machine.d2h_gb_s, machine.both_gb_s) == (10, 10, 10 * BOTH_SHARE)
+    assert machine.flops_per_s(getattr(torch, "bfloat16" if precision == "bf16" else "float32")) == 100e12
+
+
+def test_a_speed_of_nothing_is_refused(planned):
+    with pytest.raises(UserError, match=r"hardware\.bus_gb_s=0\.0: must be above 0"):
+        planned("hardware.bus_gb_s=0")
 
 
 @pytest.mark.parametrize("hardware", ["auto", "measured"])
@@ -52,7 +58,7 @@ def test_values_that_the_probe_kept_are_used(hardware: str):
     keep(CPU, KEPT)
     machine = machine_of(components_of(f"hardware={hardware}", "hardware.host_gib=4"))
     assert (machine.name, machine.source) == ("this one", "kept by the probe")
-    assert (machine.host_gib, machine.cores) == (4.0, 2)
+    assert machine.host_gib == 4.0
     assert machine.flops_per_s(torch.float32) == 0.5e12
     assert (machine.bandwidth.h2d, machine.bandwidth.d2h, machine.bandwidth.both) == (10.0, 11.0, 6.0)
 
@@ -63,13 +69,11 @@ def test_values_of_another_version_are_measured_again(other: dict):
     assert machine_of(components_of()).source == "measured in short"
 
 
-def test_a_preset_is_complete_and_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("option", PRESETS)
+def test_of_a_preset_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, option: str):
     monkeypatch.setattr(machine_module, "measured_in_short", lambda components: pytest.fail("measured"))
-    preset = components_of("hardware=h200")
-    assert is_complete(preset.config)
-    assert machine_of(preset).source == "preset"
-    assert not is_complete(components_of("hardware=auto").config)
-    assert not is_complete(components_of("hardware=h200", "hardware.fp32_tflops=null").config)
+    machine = machine_of(components_of(f"hardware={option}"))
+    assert (machine.source, machine.name) == ("preset", PRESETS[option]["name"])
 
 
 def test_streams_are_released_where_the_bus_cannot_be_measured(monkeypatch: pytest.MonkeyPatch):

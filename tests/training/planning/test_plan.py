@@ -98,7 +98,7 @@ def test_a_summary_has_planned_values_beside_measured_ones(tmp_path: Path):
 @pytest.mark.usefixtures("small_activations")
 def test_an_automatic_budget_keeps_what_copies_would_not_hide(planned):
     job = ("offload=tensor_swap",)
-    everything, slow = planned(*job), planned(*job, "offload.budget=auto", "hardware.d2h_gb_s=0.001")
+    everything, slow = planned(*job), planned(*job, "offload.budget=auto", "hardware.bus_gb_s=0.001")
     assert everything.step_bytes["activations out"] > 0.9 * everything.host_bytes["activations"] > 0
     assert slow.step_bytes["activations out"] < 0.1 * everything.step_bytes["activations out"]
     assert slow.device_bytes["activations"] > everything.device_bytes["activations"]

@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from models.llama import Llama
 from offload.blocks import find_blocks
@@ -19,9 +18,8 @@ from offload.planning.cost_model import UpdateTimes, forecast, hidden_share
 from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.simulated_streams import SimulatedStreams
 from scripts.workload import Blocks, build_mode
-from tests import ROOT
 from tests.training.helpers.in_process import components_of
-from training.planning.machine import Machine, machine_of
+from training.planning.machine import PRESETS, Machine, machine_of
 from training.planning.plan import plan_run
 
 GB = 1e9
@@ -45,8 +43,7 @@ FULL_STEPS = [("inside", 807.2), ("at the end", 1231.1)]
 
 @pytest.fixture(scope="module")
 def h200() -> Machine:
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "hardware" / "h200.yaml"))
-    return Machine(**{key: value for key, value in values.items() if key != "defaults"})
+    return Machine(**PRESETS["h200"])
 
 
 @pytest.fixture

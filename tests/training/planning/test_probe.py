@@ -27,16 +27,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_values_are_kept_by_the_name_of_the_device(cache: Path):
     assert kept(CPU) is None
-    path = keep(CPU, {"name": "this one", "cores": 2})
+    path = keep(CPU, {"name": "this one", "host_gib": 2})
     assert path == kept_path(CPU)
     assert (path.parent, path.name[:6]) == (cache / "offload-training", "probe-")
-    assert kept(CPU) == {"name": "this one", "cores": 2}
+    assert kept(CPU) == {"name": "this one", "host_gib": 2}
     assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[1]", "{}", '{"nam', '{"name": "x", "cores": "many"}', '{"name": "x", "cores": -1}', '{"name": 3}'],
+    ["", "{", "[1]", "{}", '{"nam', '{"name": "x", "both_gb_s": "9"}', '{"name": "x", "both_gb_s": -1}', '{"name": 3}'],
 )
 def test_a_damaged_file_counts_as_none(content: str):
     keep(CPU, {"name": "x"}).write_text(content)
@@ -70,7 +70,7 @@ def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
     values = kept(CPU)
     machine = Machine(**values)
     assert machine.vram_gib is None
-    assert min(machine.h2d_gb_s, machine.both_gb_s, machine.host_gib, machine.cores) > 0.05
+    assert min(machine.h2d_gb_s, machine.both_gb_s, machine.host_gib) > 0.05
     assert 1e-3 < machine.fp32_tflops < 100
     assert 1e-3 < machine.update_gparams_s < 100
     assert f"update_gparams_s   {values['update_gparams_s']:g}" in script.stdout

@@ -35,12 +35,13 @@ def test_parts_add_up_to_the_model_and_its_states(planned):
 
 @pytest.mark.parametrize("mode", ["none", "layer_stream", "shard_offload", "tensor_swap"])
 @pytest.mark.slow
-def test_no_planned_step_is_shorter_than_its_floor(planned, mode: str):
+def test_no_planned_step_is_shorter_than_its_floor(planned, mode: str, monkeypatch: pytest.MonkeyPatch):
     plan = planned(f"offload={mode}", "precision=bf16", "microbatches=2")
     assert 0 < plan.floor_ms <= plan.forecast.step_ms
     assert plan.summary()["perf/floor_ms"] == plan.as_dict()["floor_ms"] == plan.floor_ms
     # A bus alone, where the peak of the GPU is not known; and nothing where nothing is copied.
-    unknown = planned(f"offload={mode}", "precision=bf16", "microbatches=2", "hardware.name=mine")
+    monkeypatch.setattr("training.planning.times.datasheet_flops", lambda name, dtype: None)
+    unknown = planned(f"offload={mode}", "precision=bf16", "microbatches=2")
     assert (unknown.floor_ms is None) == (not unknown.step_bytes["in"] and not unknown.step_bytes["out"])
 
 
