@@ -77,7 +77,17 @@ def test_each_mode_but_the_resident_one_has_a_row_for_each_format():
 def test_formats_are_clipped_and_a_wrong_one_is_named():
     shape = ["--hidden=64", "--intermediate=128", "--heads=4", "--blocks=2", "--seq-len=16", "--steps=1"]
     keys = ["--modes", "layer_stream", "--optimizer", "--clip-norm=1e-3", "--threads=1"]
-    command = [sys.executable, "scripts/bench.py", "--device", "cpu", *shape, *keys, "--formats", "stochastic,int8", "bf16"]
+    command = [
+        sys.executable,
+        "scripts/bench.py",
+        "--device",
+        "cpu",
+        *shape,
+        *keys,
+        "--formats",
+        "stochastic,int8",
+        "bf16",
+    ]
     rows = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[2:]
     assert rows[0].startswith("layer_stream stochastic,int8")
     assert "failed" not in rows[0]

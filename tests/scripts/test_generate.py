@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import generate
 from tests.scripts.conftest import called
-from tests.training.helpers.in_process import TINY_RUN, composed, conf_initialised, run_here
+from tests.training.helpers.in_process import TINY_RUN, composed, conf_initialised, run_here, saved_run
 from tests.training.helpers.pretrained_folder import save_pretrained
 from training.config.modes import mode_options
 from training.runs import repeat
@@ -24,18 +24,9 @@ from training.visible_text import visible_lines
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints after steps 2 and 4, and with the files that train.py writes around it."""
-    folder = tmp_path_factory.mktemp("run")
-    overrides = (
-        *TINY_RUN,
-        "dataset=stdlib",
-        "dataset.max_tokens=20000",
-        "steps=4",
-        "checkpoint.every=2",
-        "offload=layer_stream",
-    )
-    run_here(folder, *overrides)
-    RunDirectory(folder).write_config(*composed(*overrides, run_dir=folder))
-    return folder
+    text = ("dataset=stdlib", "dataset.max_tokens=20000")
+    saved = ("steps=4", "checkpoint.every=2", "offload=layer_stream")
+    return saved_run(tmp_path_factory.mktemp("run"), *TINY_RUN, *text, *saved)
 
 
 @pytest.mark.slow
@@ -121,9 +112,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     overrides = (*(entry for entry in TINY_RUN if not entry.startswith("model.")), "model=hf", "optimizer.lr=0")
     overrides = (*overrides, f"model.source={folder}/base", "dataset=text", f"dataset.files={folder}/a.txt")
     overrides = (*overrides, "steps=1", "checkpoint.every=1", "precision=fp32", "seq_len=16")
-    run_here(folder, *overrides)
-    RunDirectory(folder).write_config(*composed(*overrides, run_dir=folder))
-    return folder
+    return saved_run(folder, *overrides)
 
 
 def talked(monkeypatch: pytest.MonkeyPatch, run: Path, said: str, *options: str) -> int | None:

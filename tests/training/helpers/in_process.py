@@ -27,6 +27,7 @@ from training.config import schema
 from training.config.validation import check
 from training.run.build import build
 from training.run.loop import train
+from training.runs.directory import RunDirectory
 from training.runs.invocation import Invocation
 from training.runs.signals import SIGNALS
 from training.settle.components import Components
@@ -120,6 +121,13 @@ def run_here(folder: Path, *overrides: str) -> dict:
     check(config)
     with signals_as_before(), build(config, invocation) as job:
         return train(job)
+
+
+def saved_run(folder: Path, *overrides: str) -> Path:
+    """Does `run_here`, with the configuration's files that `train.py` writes around it; returns `folder`."""
+    run_here(folder, *overrides)
+    RunDirectory(folder).write_config(*composed(*overrides, run_dir=folder))
+    return folder
 
 
 @contextmanager

@@ -10,10 +10,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here
+from tests.training.helpers.in_process import TINY_RUN, components_of, saved_run
 from tests.training.helpers.pretrained_folder import SIZES, STOPS, save_pretrained
 from training.data.tokenizer_folder import files_in
-from training.runs.directory import RunDirectory
 from training.saved_runs.companions import companions
 from training.saved_runs.export import export
 
@@ -37,9 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def exported(run: Path, base: Path, *overrides: str, merge: bool = False) -> Path:
     given = (*JOB, f"dataset.files={base.parent}/a.txt", *overrides)
-    run_here(run, *given)
-    RunDirectory(run).write_config(*composed(*given, run_dir=run))
-    export(str(run), str(run / "out"), [], merge=merge)
+    export(str(saved_run(run, *given)), str(run / "out"), [], merge=merge)
     return run / "out"
 
 

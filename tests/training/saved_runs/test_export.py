@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from models.weights import load_weights
 from tests.test_any_model import COMMON, GPT2, UNET
-from tests.training.helpers.in_process import TINY_RUN, composed, run_here
+from tests.training.helpers.in_process import TINY_RUN, composed, saved_run
 from training.errors import UserError
-from training.runs.directory import RunDirectory
 from training.saved_runs.export import export, files_of
 from training.saved_runs.finding import load_model
 from training.settle.components import Components, acquired, attached
@@ -41,17 +40,11 @@ TRAINED = ("steps=2", "checkpoint.every=2", "optimizer.lr=0.1")
 IDS = torch.tensor([[100, 101, 102, 32, 10]])
 
 
-def made(folder: Path, *overrides: str) -> Path:
-    run_here(folder, *overrides)
-    RunDirectory(folder).write_config(*composed(*overrides, run_dir=folder))
-    return folder
-
-
 @pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run that was saved, and the name of its library."""
     overrides = (*RUNS[request.param], "steps=2", "checkpoint.every=1", "offload=bounce_linear")
-    return request.param, made(tmp_path_factory.mktemp(request.param), *overrides)
+    return request.param, saved_run(tmp_path_factory.mktemp(request.param), *overrides)
 
 
 def own_output(library: str, folder: Path) -> torch.Tensor:
@@ -141,7 +134,7 @@ def test_a_model_of_no_library_is_refused():
 
 def test_quantised_weights_are_refused_in_one_line(tmp_path: Path):
     overrides = (*TINY_RUN, "steps=1", "checkpoint.every=1", "quantize=int8", "offload=none")
-    made(tmp_path / "run", *overrides)
+    saved_run(tmp_path / "run", *overrides)
     with pytest.raises(UserError, match="its weights are quantised, in a form that no library loads: begin a run"):
         export(str(tmp_path / "run"), str(tmp_path / "out"), [])
     assert not (tmp_path / "out").exists()
@@ -151,7 +144,7 @@ def test_quantised_weights_are_refused_in_one_line(tmp_path: Path):
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """A run that was saved, and the logits of its model as the loop has it."""
     overrides = (*ADAPTED, *ADAPTER_RUNS[request.param], *TRAINED, "offload=bounce_linear")
-    folder = made(tmp_path_factory.mktemp(request.param), *overrides)
+    folder = saved_run(tmp_path_factory.mktemp(request.param), *overrides)
     config, invocation = composed(*overrides, run_dir=folder)
     components = Components.of(config, invocation, torch.device("cpu"))
     with acquired(components.device) as streams, attached(components, streams) as model, torch.no_grad():
@@ -179,7 +172,7 @@ def test_the_adapter_alone_is_that_of_the_checkpoint(adapted: tuple[Path, torch.
 
 
 def test_that_of_a_model_of_diffusers_has_a_file_that_its_pipelines_load(tmp_path: Path):
-    folder = made(tmp_path / "run", *COMMON, *UNET, "steps=1", "checkpoint.every=1", *ADAPTED)
+    folder = saved_run(tmp_path / "run", *COMMON, *UNET, "steps=1", "checkpoint.every=1", *ADAPTED)
     names = export(str(folder), str(tmp_path / "out"), [])
     assert names == ["adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors"]
     with safe_open(tmp_path / "out" / names[1], "pt") as pefts, safe_open(tmp_path / "out" / names[2], "pt") as ours:
@@ -190,7 +183,7 @@ def test_that_of_a_model_of_diffusers_has_a_file_that_its_pipelines_load(tmp_pat
 
 @pytest.mark.slow
 def test_a_merge_of_nothing_is_refused(tmp_path: Path):
-    folder = made(tmp_path / "run", *ADAPTER_RUNS["llama"], *TRAINED)
+    folder = saved_run(tmp_path / "run", *ADAPTER_RUNS["llama"], *TRAINED)
     with pytest.raises(UserError, match=r"^--merge: .* trained no adapter"):
         export(str(folder), str(tmp_path / "out"), [], merge=True)
     assert not (tmp_path / "out").exists()
@@ -198,7 +191,7 @@ def test_a_merge_of_nothing_is_refused(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_quantised_base_is_not_merged_but_the_one_that_it_was_made_of(tmp_path: Path):
-    folder = made(tmp_path / "run", *ADAPTER_RUNS["llama"], *TRAINED, *ADAPTED, "quantize=int8")
+    folder = saved_run(tmp_path / "run", *ADAPTER_RUNS["llama"], *TRAINED, *ADAPTED, "quantize=int8")
     with pytest.raises(UserError, match=r"^--merge: the base is quantised, quantize=int8: give quantize=none, which"):
         export(str(folder), str(tmp_path / "out"), [], merge=True)
     assert not (tmp_path / "out").exists()
