@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,6 +42,13 @@ def assert_nothing_is_left(swap: Swap) -> None:
     assert sum(block.block.bytes.numel() for block in swap.pool.idle_blocks()) == swap.arena.pageable_bytes
 
 
+def assert_same_as_without(run: Callable[[Swap | None], list[torch.Tensor]], swap: Swap) -> None:
+    """Fails unless `run` has the same results with and without swapping, or if a host block is still taken."""
+    for one, other in zip(run(swap), run(None), strict=True):
+        assert torch.equal(one, other)
+    assert_nothing_is_left(swap)
+
+
 def test_retained_graphs_can_be_used_again(swap: Swap):
     def run(swap: Swap | None) -> list[torch.Tensor]:
         model = network()
@@ -49,9 +57,7 @@ def test_retained_graphs_can_be_used_again(swap: Swap):
             loss.backward(retain_graph=retain)
         return [parameter.grad for parameter in model.parameters()]
 
-    for one, other in zip(run(swap), run(None), strict=True):
-        assert torch.equal(one, other)
-    assert_nothing_is_left(swap)
+    assert_same_as_without(run, swap)
 
 
 def test_double_backward(swap: Swap):
@@ -61,9 +67,7 @@ def test_double_backward(swap: Swap):
         slope.square().sum().backward()
         return [leaf.grad, *(parameter.grad for parameter in list(model.parameters())[:-1])]
 
-    for one, other in zip(run(swap), run(None), strict=True):
-        assert torch.equal(one, other)
-    assert_nothing_is_left(swap)
+    assert_same_as_without(run, swap)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -77,9 +81,7 @@ def test_several_forwards_before_a_backward(order: tuple, prefetch_bytes: int, s
         return [parameter.grad for parameter in model.parameters()]
 
     swap = Swap(streams, prefetch_bytes=prefetch_bytes)
-    for one, other in zip(run(swap), run(None), strict=True):
-        assert torch.equal(one, other)
-    assert_nothing_is_left(swap)
+    assert_same_as_without(run, swap)
 
 
 def test_a_backward_through_part_of_the_graph(swap: Swap):
@@ -379,5 +381,4 @@ def test_autocast(swap: Swap):
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    for one, other in zip(run(swap), run(None), strict=True):
-        assert torch.equal(one, other)
+    assert_same_as_without(run, swap)
