@@ -72,8 +72,8 @@ from offload.byte_sizes import GIB, format_bytes, parse_bytes
 from offload.errors import KnobError
 from offload.files.mapped_files import ChangedFileError, FileSpan, lies_in_file
 from offload.knobs import choice, explanations, in_range, knob
-from offload.memory.host_cores import usable_cores
 from offload.memory.host_memory import allocator_pinned_bytes
+from offload.memory.limits import usable_cores
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream

@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from offload.memory.host_cores import usable_cores
+from offload.memory.limits import usable_cores
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_check import copied_to
 from offload.optimizer.kernel_choice import sample, update_on

@@ -20,8 +20,8 @@ from offload.activations.policy import Choice, FixedBudget, Outcome, SpanRecord
 from offload.activations.span_table import SpanTable, StepRecord
 from offload.activations.storages import SavedSpan, version_handle
 from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan, UnswappedTensor
-from offload.memory.device_memory import free_device_bytes
 from offload.memory.host_memory import HostArena
+from offload.memory.limits import free_device_bytes
 from offload.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
 from offload.streams.transfer import Transfer
 from offload.torch_private.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks, beneath_claims, claimed

@@ -17,8 +17,8 @@ from offload.errors import KnobError
 from offload.files.file_ring import FileRing, ReadPlan
 from offload.files.mapped_files import FileSpan, MappedFile
 from offload.memory.device_slots import DeviceSlot
-from offload.memory.host_bytes import free_host_bytes
 from offload.memory.host_memory import HostArena, HostBlock
+from offload.memory.limits import free_host_bytes
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer
 from offload.weights.prefetching.filler import Filler, Forecast

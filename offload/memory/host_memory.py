@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from offload.byte_sizes import GIB
-from offload.memory.host_bytes import free_host_bytes
+from offload.memory.limits import free_host_bytes
 from offload.memory.page_locks import lock_pages, unlock_pages
 
 # CUDA allocations start at multiples of it, and so do tensors inside a flat buffer, whatever their dtype.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.errors import KnobError
 from offload.knobs import bytes_or, one_of
-from offload.memory.host_cores import usable_cores
+from offload.memory.limits import usable_cores
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.conversions import copy_state
 from offload.optimizer.deferral import BEGUN, Deferral

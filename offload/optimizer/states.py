@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.byte_sizes import GIB
-from offload.memory.host_bytes import free_host_bytes
+from offload.memory.limits import free_host_bytes
 from offload.optimizer.formats import MASTER_NAMES, StateFormat
 from offload.torch_private.torch_internals import add_to_each
 

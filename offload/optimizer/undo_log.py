@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from offload.memory.host_bytes import free_host_bytes
+from offload.memory.limits import free_host_bytes
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.operands import HyperParameters, Operands
 

@@ -7,7 +7,7 @@ named here too: speeds, free memory, formats of states, bytes of logs.
 """
 
 from offload.memory.bandwidth import Bandwidth, measure_bandwidth
-from offload.memory.host_bytes import free_host_bytes, usable_host_bytes
+from offload.memory.limits import free_host_bytes, usable_host_bytes
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_choice import measure_update_rate
 from offload.optimizer.undo_log import bytes_of_logs, can_be_undone, log_bytes

@@ -7,27 +7,30 @@ host and no kernel waits. (NCCL 2.28 and the symmetric memory of PyTorch have co
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.autograd.graph import increment_version
 
 from offload.memory.page_locks import lock_pages, unlock_pages
 from offload.sharing import cuda_driver
-from offload.sharing.fixed_segments import fixed_segments
 from offload.sharing.processes import LOOK_EVERY_S, Processes
 from offload.sharing.remote_memory import Numbers, Part, has_come
 from offload.sharing.sharers import SharerLostError, Sharers, exchange_bytes
 from offload.streams.registry import Streams
+from offload.torch_private import torch_internals
 from offload.torch_private.tensor_parts import is_as_stored
 from offload.torch_private.torch_internals import copy_each, current_stream_handle
 
 # What a stream gets in place of a number that will not come: more meetings than any step has.
 FAR = 2**30
+# Where the settings of the allocator are.
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Of the place of a region in its allocation, behind the handle of that.
 OFFSET_BYTES = 8
 
@@ -185,3 +188,20 @@ def _missing_calls() -> str | None:
     except cuda_driver.DriverError as error:
         return str(error)
     return None
+
+
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Makes the allocator take new memory in segments of a fixed size, also where the environment lets segments grow.
+
+    Only these have handles with which other processes open them. Afterwards the environment's settings are in force.
+    """
+    settings = next(filter(None, map(os.environ.get, VARIABLES)), "")
+    if "expandable_segments:True" not in settings:
+        yield
+        return
+    torch_internals.set_allocator("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch_internals.set_allocator(settings)

@@ -52,8 +52,8 @@ class GradientSum(Destination):
     """The gradients of this process that are to be summed over `sharers`.
 
     A unit is summed inside backward when all sharers have all of its gradients: they tell each other with the fetches
-    (`GatherFiller`). A gradient that a sharer lacks (of an expert without tokens there) keeps its unit from that. Such a
-    unit goes home alone, to memory of this process, and so do those beyond WAITING_UNITS: the caller sums them. Where
+    (`GatherFiller`). A gradient that a sharer lacks (of an expert without tokens there) keeps its unit from that. Such
+    a unit goes home alone, to memory of this process, and so do those beyond WAITING_UNITS: the caller sums them. Where
     the gradients of a unit are final on all sharers, updates may begin behind its sum. `homes` are those of the sums,
     `on_device` has the gradients of the parameters that stay on the device.
     """

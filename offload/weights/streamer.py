@@ -21,7 +21,7 @@ from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.streams.transfer import Telemetry, Transfer
 from offload.torch_private.block_buffers import arrived, leaving
-from offload.torch_private.tensor_parts import wraps
+from offload.torch_private.tensor_parts import lies_flat, version_of, wraps
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.ring import gradient_ring_bytes
 from offload.weights.gradients.updates import NO_UPDATES, Updates
@@ -42,8 +42,8 @@ class WeightStreamer:
 
     Takes the model over on construction and gives it back with `detach`. `make_filler` makes what brings units home and
     into slots. Raises what that raises; MemoryError, before anything is allocated, where the host has no room for the
-    units. After an exception the model is as it was found. `releases`: gradients go to updates inside backward, and have
-    no homes (`gradients.released`).
+    units. After an exception the model is as it was found. `releases`: gradients go to updates inside backward, and
+    have no homes (`gradients.released`).
     """
 
     def __init__(
@@ -109,9 +109,15 @@ class WeightStreamer:
         self._updates = self.filler.updates = updates
         self.gradients.use_updates(updates)
 
-    def is_pending(self, unit: OffloadUnit) -> bool:
-        """Tells whether an update of `unit` has begun and not ended."""
-        return self._updates.is_pending(unit)
+    def weights_now(self) -> list[tuple]:
+        """Returns what changes where a forward, or code around it, changes a weight or freezes it, but for updates."""
+        pending = self._updates.is_pending
+        streamed = [tensor for unit in self.cut.units if not pending(unit) for tensor in unit.parameters]
+        resident = [tensor for tensor, attributes in self.cut.resident if not attributes[0].is_buffer]
+        return [(tensor.state, tensor.trains) for tensor in streamed] + [
+            (version_of(tensor), tensor.requires_grad, tensor.data_ptr() if lies_flat(tensor) else None)
+            for tensor in resident
+        ]
 
     # A step: begin, windows, landing, end.
 
