@@ -1,8 +1,7 @@
 """Advice for a run that needs too much memory, or whose gradients are not finite: overrides that it can take.
 
-All messages take their advice from here. Advice on memory names keys that the configuration has and values that they
-can take, each of which saves memory by itself: the bytes of weights, gradients and states follow from the footprint of
-the changed configuration, and those of activations are scaled, because a dry run of each change would take seconds.
+Each saves memory by itself: the bytes of weights, gradients and states follow from the footprint of the changed
+configuration, and those of activations are scaled, because a dry run of each change would take seconds.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Change:
 def memory_advice(components: Components, plan: RunPlan, budget: str, needed: int) -> str:
     """Returns overrides that lower what `budget` ("vram_budget" or "host_budget") limits, three at most, in words.
 
-    First come those that save `needed` bytes by themselves, of these the ones that leave the numbers of the run as they
-    are, and of these the ones that save the most. One that would exceed the other budget is left out.
+    First come those that save `needed` bytes, then those that leave the numbers of the run as they are, then those that
+    save the most. One that would exceed the other budget is left out.
     """
     config = components.config
     if "gradients" in config.optimizer and not components.gradients.released:
@@ -159,10 +158,7 @@ def _lost(components: Components, key: str, node: DictConfig) -> bool:
 
 
 def _node_of(group: str, option: str, current: DictConfig) -> DictConfig | None:
-    """Returns the keys of an option with the values that `current` has, else their defaults.
-
-    None if that would lose a value of `current` which is not the default of its class.
-    """
+    """Returns the keys of an option with the values of `current`; None if that would lose one that is no default."""
     node = OmegaConf.structured(SCHEMAS[group][option])
     defaults = OmegaConf.structured(OmegaConf.get_type(current))
     for name, value in current.items():

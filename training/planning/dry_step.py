@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.planning import DryRun, Phase, PlannedSharers, SimulatedStreams, dry_run, left_as_found
 from training.batches import Batch, examples_in
@@ -103,46 +104,37 @@ def without_dry_run(components: Components) -> DryRun:
 
 
 def refuse_shapes(components: Components) -> None:
-    """Raises UserError if the model refuses the shapes of a microbatch, or has sizes that contradict.
-
-    Its forward runs on the meta device, without a mode. A forward that fails there for another reason may still run on
-    values, and is not refused.
-    """
-    config = components.config
-    try:
-        with left_as_found(components.model), torch.no_grad():
-            batch = components.task.meta_batch(config, examples_of_microbatch(config))
-            components.task.loss(components.model, batch)
-    # On tensors without values a model may raise any error.
-    except Exception as error:
-        if problem := _problem_of_shapes(error):
-            chosen = components.invocation.choices
-            raise UserError(
-                f"model={chosen['model']} with dataset={chosen['dataset']}: sizes do not fit each other ({problem}):"
-                " change those of the dataset, or of the model"
-            ) from error
+    """Raises UserError if the model refuses the shapes of a microbatch, or has sizes that contradict."""
+    config, chosen = components.config, components.invocation.choices
+    given = f"model={chosen['model']} with dataset={chosen['dataset']}: sizes do not fit each other"
+    with _run_without_values(components.model, given, "change those of the dataset, or of the model"):
+        batch = components.task.meta_batch(config, examples_of_microbatch(config))
+        components.task.loss(components.model, batch)
 
 
 def refuse_sample_shape(components: Components) -> None:
-    """Raises UserError if the model refuses the shape of samples that the user has given, as `refuse_shapes` does."""
-    config = components.config
-    shape = config.task.get("sample_shape")
+    """Raises UserError if the model refuses the shape of samples that the user has given."""
+    shape = components.config.task.get("sample_shape")
     if shape is None:
         return
+    given = f"task.sample_shape={list(shape)}: the model takes no images of this shape"
+    model = components.model
+    with _run_without_values(model, given, "take another, or null for the model's own"), evaluating(model):
+        for forward in components.task.sample_forwards(components.config, model):
+            forward()
+
+
+@contextmanager
+def _run_without_values(model: nn.Module, given: str, advice: str) -> Iterator[None]:
+    """Surrounds forwards of `model` on the meta device. Raises UserError for an error that is about shapes.
+
+    Any other error is nothing: such a forward may still run on values.
+    """
     try:
-        with left_as_found(components.model), evaluating(components.model), torch.no_grad():
-            for forward in components.task.sample_forwards(config, components.model):
-                forward()
+        with left_as_found(model), torch.no_grad():
+            yield
     except Exception as error:
-        if problem := _problem_of_shapes(error):
-            raise UserError(
-                f"task.sample_shape={list(shape)}: the model takes no images of this shape ({problem}): take another,"
-                " or null for the model's own"
-            ) from error
-
-
-def _problem_of_shapes(error: Exception) -> str | None:
-    """Returns the message of an error that is about shapes, else None."""
-    problem = first_line(error)
-    known = isinstance(error, (ValueError, RuntimeError, TypeError, IndexError))
-    return problem if known and OF_SHAPES.search(problem) and "meta" not in problem else None
+        problem = first_line(error)
+        known = isinstance(error, (ValueError, RuntimeError, TypeError, IndexError))
+        if known and OF_SHAPES.search(problem) and "meta" not in problem:
+            raise UserError(f"{given} ({problem}): {advice}") from error

@@ -85,8 +85,7 @@ def exceeded(components: Components, plan: RunPlan) -> dict[str, Limit]:
 def limits_below(components: Components, totals: Mapping[str, int], least: Mapping[str, int]) -> dict[str, Limit]:
     """Returns the limits below the bytes that are needed, by the key of the budget.
 
-    Budgets that were given are held against `totals`, this machine's own memory against `least`. Bytes of the device
-    are among them on a GPU only.
+    Budgets that were given are held against `totals`, this machine's own memory against `least`.
     """
     config, own, found = components.config, own_memory(components.device, "vram_budget" in totals), {}
     for key, total in totals.items():
@@ -114,10 +113,7 @@ def shortfalls(totals: Mapping[str, int], limits: Mapping[str, Limit]) -> str:
 
 @contextmanager
 def memory_explained(components: Components, plan: RunPlan) -> Iterator[None]:
-    """Surrounds code that allocates; turns an error because of too little memory into an OutOfMemoryError.
-
-    Its message has the plan's numbers and what to change.
-    """
+    """Turns an error of the block because of too little memory into one with the plan's numbers and advice."""
     try:
         yield
     except Exception as error:
@@ -126,14 +122,11 @@ def memory_explained(components: Components, plan: RunPlan) -> Iterator[None]:
             setting = "" if starting.segments_expand() else f"; {starting.ALLOCATOR_ADVICE}"
             raise OutOfMemoryError(f"{found}: {_explained(components, plan, 'vram_budget')}{setting}") from error
         if is_host_memory(error):
-            found = f"the host is out of memory{_in_brackets(error)}"
+            # The engine's own errors tell both sizes.
+            sizes = f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
+            found = f"the host is out of memory{sizes}"
             raise OutOfMemoryError(f"{found}: {_explained(components, plan, 'host_budget')}") from error
         raise
-
-
-def _in_brackets(error: BaseException) -> str:
-    """Returns the text of the engine's own errors, which tells both sizes; those of others tell nothing more."""
-    return f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
 
 
 def _explained(components: Components, plan: RunPlan, key: str) -> str:

@@ -22,10 +22,7 @@ from training.settle.components import Components, trained_parameters
 
 
 def budgets_of(config: DictConfig, machine: Machine, has_gpu: bool) -> dict[str, int | None]:
-    """Returns, by key, the bytes asked for, or all of the machine if these are fewer; None if neither is known.
-
-    Without a GPU there is no `vram_budget`.
-    """
+    """Returns, by key, the bytes asked for, or all of the machine if these are fewer; None if neither is known."""
     return {
         "vram_budget": _least("vram_budget", config.vram_budget, machine.vram_gib) if has_gpu else None,
         "host_budget": _least("host_budget", config.host_budget, machine.host_gib),
@@ -38,10 +35,7 @@ PINNED = ("weights", "reference", "read ahead", "gradients", "activations")
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Bytes by part: `device` has those of one device, `host` those of all ranks of one host.
-
-    `update` has the part of the optimizer. `pinned_bytes` of the host are page-locked.
-    """
+    """Bytes by part, of one device and of all ranks of one host; `pinned_bytes` of the host are page-locked."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -115,10 +109,7 @@ def _least(key: str, value: str | int | None, all_gib: float | None) -> int | No
 
 
 def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str, int]:
-    """Returns bytes of host memory by part for the ranks of one host; `host` has those of one rank.
-
-    Each rank is a process with weights, gradients and states of its own, unless the ranks share them.
-    """
+    """Returns bytes of host memory by part for the ranks of one host; `host` has those of one rank."""
     ranks = ranks_of_host(components.config)
     counts = dict.fromkeys(host, ranks)
     if components.shares_homes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from models.adapter_targets import linear_names
@@ -32,6 +33,13 @@ SHARED = (
 )
 
 
+def _largest(nbytes: Mapping[str, int], everything: int) -> str:
+    """Returns the names of the largest tensors, with their bytes; none where no one is worth it."""
+    worth = [name for name, size in nbytes.items() if size >= SMALL * everything]
+    largest = sorted(worth, key=nbytes.get, reverse=True)[:NAMED]
+    return ", ".join(f"{name} ({format_bytes(nbytes[name])})" for name in largest)
+
+
 def streamed_share(components: Components) -> float | None:
     """Returns the share of the bytes of parameters and buffers that stream; None for a mode that streams none."""
     footprint = components.footprint
@@ -40,10 +48,7 @@ def streamed_share(components: Components) -> float | None:
 
 
 def staying_note(components: Components) -> str | None:
-    """Returns a line with the largest tensors that stay on the device, where more stays than the user asked for.
-
-    Where the user's patterns leave nothing that streams, the line says so.
-    """
+    """Returns a line with the largest tensors that stay on the device, where more stays than the user asked for."""
     share = streamed_share(components)
     key, mode = weights_node(components.config)
     weights = _weight_mode(components)
@@ -54,13 +59,12 @@ def staying_note(components: Components) -> str | None:
         return None
     names = {id(t): name for name, t in (*components.model.named_parameters(), *components.model.named_buffers())}
     footprint = components.footprint
-    worth = SMALL * (footprint.host_weight_bytes + footprint.resident_bytes)
     # What trains stays by choice then.
     others = (t for t in footprint.resident if not (t.requires_grad and mode.get("trained") == "device"))
-    largest = sorted((t for t in others if t.nbytes >= worth), key=lambda t: -t.nbytes)[:NAMED]
-    if not largest:
+    nbytes = {names.get(id(tensor), "a tensor"): tensor.nbytes for tensor in others}
+    shown = _largest(nbytes, footprint.host_weight_bytes + footprint.resident_bytes)
+    if not shown:
         return None
-    shown = ", ".join(f"{names.get(id(tensor), 'a tensor')} ({format_bytes(tensor.nbytes)})" for tensor in largest)
     advice = f"; {key}.outside=stream streams them too" if mode.get("outside") == "resident" else ""
     return f"{1 - share:.0%} of the weights stay on the device: {shown}{advice}"
 
@@ -68,8 +72,7 @@ def staying_note(components: Components) -> str | None:
 def unmatched_note(components: Components) -> str | None:
     """Returns a line with the patterns of `include` and `exclude` that match no module which the mode cuts out.
 
-    They are not refused: under another mode of a sweep they may match. None where all match, or where the patterns
-    leave nothing that streams, which `staying_note` tells.
+    They are not refused: under another mode of a sweep they may match.
     """
     weights = _weight_mode(components)
     if weights is None or not weights.chosen(components.model):
@@ -97,7 +100,7 @@ def _weight_mode(components: Components) -> WeightMode | None:
 def unquantised_note(components: Components) -> str | None:
     """Returns a line with the largest weights that are not quantised, where they are more than a tenth.
 
-    Bytes are those in the precision of the run. None where nothing is quantised, or the user chose the layers.
+    None where the user chose the layers.
     """
     config = components.config
     if not quantises(config) or config.quantize.include or config.quantize.exclude or config.quantize.blocks:
@@ -107,17 +110,13 @@ def unquantised_note(components: Components) -> str | None:
     left = {name: nbytes for name, (nbytes, each) in sizes.items() if not isinstance(each, QuantisedWeight)}
     if sum(left.values()) <= (1 - MOST) * everything:
         return None
-    largest = sorted((name for name in left if left[name] >= SMALL * everything), key=left.get, reverse=True)[:NAMED]
-    shown = ", ".join(f"{name} ({format_bytes(left[name])})" for name in largest)
+    shown = _largest(left, everything)
     share = sum(left.values()) / everything
     return f"{share:.0%} of the weights, in bytes without quantising, are not quantised{': ' if shown else ''}{shown}"
 
 
 def unadapted_note(components: Components) -> str | None:
-    """Returns a line with the linear layers that neither have an adapter nor train in full, by the ends of their names.
-
-    None where nothing is adapted, or everything is.
-    """
+    """Returns a line with the linear layers that neither have an adapter nor train in full, by their last names."""
     model = components.model
     if not is_adapted(model):
         return None

@@ -30,11 +30,10 @@ UNDO_LOG = "undo log"
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """The bytes of optimizer states on device and host, and the number of parameters that are updated on each.
+    """The bytes of optimizer states on one device and on the host, and the parameters that are updated on each.
 
-    `device_bytes` and `host_bytes` are states. `placed_gradient_bytes` are gradients of streamed units that stay on the
-    device beside their states; as many bytes of new weights are copied out. `log_bytes` are the logs of all updates on
-    the host, for undoing them, those of all ranks that share the states. All that is on a device is that of one device.
+    `placed_gradient_bytes` are gradients of streamed units that stay on the device beside their states; as many bytes
+    of new weights are copied out. `log_bytes` are the logs of all updates on the host, for undoing them.
     """
 
     device_bytes: int
@@ -73,10 +72,9 @@ class PlannedUpdate:
     def time(
         self, components: Components, machine: Machine, has_gpu: bool, speculative_share: float = 0.0
     ) -> UpdateTimes:
-        """Returns how long the update takes on `machine`, and when it can begin.
+        """Returns how long the update takes on `machine`, and when it can begin, in a step that is not clipped.
 
-        `speculative_share` of the host's begins inside backward before the norm is known. No step is taken to be
-        clipped, and the writes of the logs are not counted.
+        `speculative_share` of the host's begins inside backward before the norm is known.
         """
         hides = components.updates_overlap and bool(components.footprint.units)
         # Every rank has its part of the host's cores and bandwidth, and updates its slices, or a copy of all.
@@ -88,7 +86,11 @@ class PlannedUpdate:
             return UpdateTimes(host_ms=(host_parameters + self.device_parameters) / rate * 1e3)
         early = components.updates_begin_early
         device_bytes = self.device_parameters * _device_update_bytes(components)
-        host_ms, left_share = host_parameters / rate * 1e3, self._left_share(components)
+        host_ms, left_share = host_parameters / rate * 1e3, 1.0
+        if components.gradients.released:
+            # What may be left when backward ends.
+            streamed = self.host_parameters * components.dtype.itemsize
+            left_share = min(components.footprint.host_gradient_bytes / max(streamed, 1), 1.0)
         return UpdateTimes(
             host_ms=host_ms,
             device_ms=device_bytes / machine.device_gb_s / 1e6,
@@ -97,19 +99,11 @@ class PlannedUpdate:
             left_ms=left_share * host_ms if left_share < 1 else math.inf,
         )
 
-    def _left_share(self, components: Components) -> float:
-        """Returns the share of the host's update that may be left when backward ends."""
-        if not components.gradients.released:
-            return 1.0
-        streamed = self.host_parameters * components.dtype.itemsize
-        return min(components.footprint.host_gradient_bytes / max(streamed, 1), 1.0)
-
 
 def speed_of(form: StateFormat) -> float:
     """Returns the speed of the host's update relative to that with float32 masters and moments, bound by memory.
 
-    Codes of 8 bits are looked up in tables and random bits are computed: there the cores are the limit, and no gain is
-    assumed until it is measured.
+    Where the cores compute tables or random bits, they are the limit, and no gain is assumed.
     """
     computes = form.state_dtype == "int8" or form.rounds_moments or form.master == "stochastic"
     return StateFormat("fp32", "fp32").update_bytes / (StateFormat() if computes else form).update_bytes
@@ -126,10 +120,7 @@ def _device_update_bytes(components: Components) -> float:
 
 
 def _log_bytes(plan: Footprint, placed: int) -> int:
-    """Returns the bytes of the logs of updates of all units behind the first `placed`.
-
-    Where ranks share the units, each has as much as the one whose slices take most.
-    """
+    """Returns the bytes of the logs of updates of all units behind the first `placed`; all sharers have as much."""
     if not plan.slices:
         return sum(map(log_bytes, plan.trained[placed:]))
     return len(plan.slices) * max(sum(map(bytes_of_logs, units[placed:])) for units in plan.slices)

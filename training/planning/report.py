@@ -36,17 +36,15 @@ class RunPlan:
 
     Attributes:
         logits_bytes: the activations on the device that are logits.
-        kept_bytes: the activations that offload.budget=auto is taken to keep on the device. A run keeps fewer where the
-            GPU has no room.
+        kept_bytes: the activations that offload.budget=auto is taken to keep; a run keeps what there is room for.
         streamed: the share of the weights that stream; None where none do.
         timeline: the work of forward and backward, as far as the dry run went, and of the update.
         chosen: explains values that were not given, by key.
         facts: what the dataset says of its data, by label.
-        parameters, trained_parameters: the numbers in the model, and those of them that train.
         budgets: what was asked for or what the machine has, whichever is less; None if neither is known.
         model_flops: those of a step without recomputation; 0 where they are not known.
         clipped_ms: the time of a step that is clipped, where other steps update before their norm is known; else None.
-        floor_ms: that of `cost_model.floor_ms`; None on the CPU, whose figures are no bound.
+        floor_ms: the shortest possible step; None on the CPU, whose figures are no bound.
     """
 
     device_bytes: Mapping[str, int]
