@@ -8,16 +8,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
+from PIL import Image
 
 from tests.training.helpers.time_limit import time_limit
 from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs, without_internals
 from training.errors import UserError
 from training.metric_names import COUNTS, METRIC_KEYS
 from training.metrics import wandb_tracker
-from training.metrics.wandb_tracker import Tracker
+from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 from training.runs.records import MetricsWriter, read_metrics
 
 FAKE_KEY = "0123456789" * 4
@@ -349,3 +354,64 @@ def test_a_process_whose_service_died_keeps_its_exit_code_and_ends_quietly(run_d
 def test_an_unknown_mode_names_the_choices(run_dir):
     with pytest.raises(UserError, match=r"tracking\.mode=maybe: .*auto, online, offline, disabled"):
         Tracker("maybe", run_dir=run_dir, config={})
+
+
+def test_config_becomes_plain_and_resolved(tmp_path):
+    class Precision(Enum):
+        BF16 = "bf16"
+
+    node = OmegaConf.create({"seed": 3, "nested": {"twice": "${seed}", "list": [1, "${seed}"]}})
+    config = plain({"job": node, "path": tmp_path, "pair": (1, 2.5), "on": True, "none": None, 4: Precision.BF16})
+    assert config == {
+        "job": {"seed": 3, "nested": {"twice": 3, "list": [1, 3]}},
+        "path": str(tmp_path),
+        "pair": [1, 2.5],
+        "on": True,
+        "none": None,
+        "4": "Precision.BF16",
+    }
+    assert type(config["job"]["nested"]) is dict
+
+
+def test_choices_are_those_of_the_run_and_have_plain_names():
+    choices = {
+        "offload": "tensor_swap", "offload@offload.weights": "bounce_linear", "model": "tiny", "experiment": None,
+        "hydra/launcher": "process", "hydra": "default",
+    }  # fmt: skip
+    expected = {"offload": "tensor_swap", "offload_weights": "bounce_linear", "model": "tiny"}
+    assert chosen_options(choices, ["offload", "model", "seed"]) == expected
+    assert chosen_options(choices | {"experiment": "mine"}, ["offload"])["experiment"] == "mine"
+
+
+def test_name_and_tags_come_from_the_chosen_options():
+    choices = {"offload": "bounce_linear", "model": "llama7b", "optimizer": "adamw"}
+    assert run_name(choices, seed=2) == "llama7b-bounce_linear-2"
+    assert run_tags(choices) == ["model=llama7b", "offload=bounce_linear", "optimizer=adamw"]
+    assert len(run_tags({"experiment": "x" * 100})[0]) == 64
+
+
+def test_samples_are_rows_of_one_incremental_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    logged = []
+
+    def log(values: dict, **where) -> None:
+        logged.append((values["samples"], [list(row) for row in values["samples"].data], values["train/step"], where))
+
+    monkeypatch.setattr(Tracker, "_submit", lambda self, task: task(SimpleNamespace(log=log)))
+    tracker = Tracker("disabled", run_dir=tmp_path, config={})
+    tracker.log_sample({"prompt": "a", "text": "ab\n"}, 0)
+    tracker.log_sample({"prompt": "a", "text": "ac"}, 4)
+    (table, first, *_), (again, both, step, where) = logged
+    assert again is table
+    assert (table.columns, table.log_mode) == (["step", "prompt", "text"], "INCREMENTAL")
+    assert (first, both) == ([[0, "a", "ab\n"]], [[0, "a", "ab\n"], [4, "a", "ac"]])
+    assert (step, where) == (4, {"step": 4, "commit": False})
+
+
+def test_a_picture_is_passed_as_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    picture, logged = tmp_path / "step-000004.png", []
+    Image.new("RGB", (4, 2)).save(picture)
+    run = SimpleNamespace(log=lambda values, **where: logged.append(values["samples"]))
+    monkeypatch.setattr(Tracker, "_submit", lambda self, task: task(run))
+    Tracker("disabled", run_dir=tmp_path, config={}).log_sample({"caption": "letters", "picture": picture}, 4)
+    ((step, caption, entry),) = logged[0].data
+    assert (step, caption, entry.image.size) == (4, "letters", (4, 2))
