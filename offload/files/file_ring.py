@@ -15,13 +15,13 @@ are blocks. A plan that nobody expected is read when it is taken, in the place o
 from __future__ import annotations
 
 import errno
-import itertools
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from time import perf_counter
 
 from offload.files.mapped_files import DIRECT_BYTES, FileSpan, MappedFile
@@ -32,9 +32,6 @@ from offload.streams.registry import Event, Signal, Streams
 PART_BYTES = 8 * 2**20
 # Threads that read parts at a time.
 THREADS = 4
-
-# Each thread has a clock of its own in the stream checker.
-_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -102,16 +99,19 @@ class _Block:
 
 @dataclass(eq=False)
 class Fill:
-    """A block that has the bytes of a plan, or will have them. `waiting` are the parts that no thread has begun."""
+    """A block that has the bytes of a plan, or will have them: of each part, what is set once it is read.
+
+    `waiting` are the parts that nobody has begun: who takes one out of it reads it, or takes it back.
+    """
 
     plan: ReadPlan
     block: _Block
     done: list[Signal]
-    waiting: deque[int] = field(init=False)
+    waiting: set[int] = field(init=False)
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.waiting = deque(range(len(self.done)))
+        self.waiting = set(range(len(self.done)))
 
     @property
     def memory(self) -> HostBlock:
@@ -126,12 +126,24 @@ class Fill:
         """True if no thread reads it now: none has begun, or all parts are read."""
         return len(self.waiting) == len(self.done) or self.is_read
 
+    def takes(self, index: int) -> bool:
+        """Takes a part out of those that wait; False if somebody has done so before."""
+        try:
+            self.waiting.remove(index)
+        except KeyError:
+            return False
+        return True
+
+
+Tasks = SimpleQueue[tuple[Fill, int] | None]
+"""parts to read, in their order; None ends a thread"""
+
 
 class FileRing:
     """Reads plans into `count` blocks of `block_bytes`, which `arena` provides.
 
     `files` are the files of all plans. `direct` reads past the page cache where that is possible. On the meta device
-    nothing is read. `wait_ms` is the time that the host has waited for reads, `read_bytes` were read.
+    nothing is read. `wait_ms` is the time that the host has waited for reads.
     """
 
     def __init__(
@@ -152,22 +164,31 @@ class FileRing:
             names = (f"part {part} of ring block {index}" for part in range(-(-block_bytes // PART_BYTES)))
             self._blocks.append(_Block(memory, [_Part(name) for name in names]))
         self._fills: dict[ReadPlan, Fill] = {}
-        self._reads = streams.device.type != "meta"
-        self._readers = _Readers(_PartReader(files, streams, direct), streams)
-        # Threads hold the readers and not this object: they end when it is dropped, and when the process ends.
-        self._end_threads = weakref.finalize(self, self._readers.close)
+        # Of the plans that are expected, the order.
+        self._order: dict[ReadPlan, int] = {}
+        self._tasks: Tasks = SimpleQueue()
+        self._reader = _PartReader(files, streams, direct)
+        # Threads hold the queue and not this object: they end when it is dropped, and when the process ends.
+        arguments = self._tasks, self._reader, streams
+        self._threads = [
+            threading.Thread(target=_work, args=(*arguments, f"file reader {n}"), name="file reader", daemon=True)
+            for n in range(0 if streams.device.type == "meta" else THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._end_threads = weakref.finalize(self, _end, self._tasks, self._threads)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     @property
     def read_bytes(self) -> int:
-        return self._readers.reader.read_bytes
+        return self._reader.read_bytes
 
     def expect(self, plans: Iterable[ReadPlan]) -> None:
         """Reads ahead: `plans` are what will be taken next, in this order. Blocks nobody."""
         plans = list(dict.fromkeys(plans))[: len(self._blocks)]
-        self._readers.put_in_order(plans)
+        self._order = {plan: place for place, plan in enumerate(plans)}
         for plan in plans:
             if plan in self._fills:
                 continue
@@ -182,8 +203,7 @@ class FileRing:
 
     def is_ready(self, plan: ReadPlan) -> bool:
         """Tells whether `take` would not wait."""
-        fill = self._fills.get(plan)
-        return fill is not None and fill.is_read
+        return plan in self._fills and self._fills[plan].is_read
 
     def take(self, plan: ReadPlan) -> Fill:
         """Returns the block with the bytes of `plan`; blocks the host until they are there. `give_back` follows.
@@ -193,9 +213,10 @@ class FileRing:
         start = perf_counter()
         fill = self._fills.get(plan)
         if fill is None:
-            self._readers.put_first(plan)
-            block = self._free_block() or self._drop(self._readers.last_needed(self._fills.values()))
-            fill = self._start(plan, block)
+            last = max(
+                self._fills.values(), key=lambda fill: self._order.get(fill.plan, len(self._order)), default=None
+            )
+            fill = self._start(plan, self._free_block() or self._drop(last))
         self._wait_for(fill)
         self.wait_ms += (perf_counter() - start) * 1e3
         if fill.error is not None:
@@ -223,16 +244,18 @@ class FileRing:
     def _start(self, plan: ReadPlan, block: _Block) -> Fill:
         fill = Fill(plan, block, [self._streams.signal() for _ in plan.parts])
         self._fills[plan] = block.fill = fill
-        if self._reads:
-            self._readers.add(fill)
-        else:
-            for signal in fill.done:
+        for index, signal in enumerate(fill.done):
+            if self._threads:
+                self._tasks.put((fill, index))
+            else:
                 signal.set()
         return fill
 
     def _drop(self, fill: Fill) -> _Block:
         """Ends a fill that nobody has taken; blocks the host until the parts that were begun are read."""
-        self._readers.remove(fill)
+        for index, signal in enumerate(fill.done):
+            if fill.takes(index):
+                signal.set()
         self._wait_for(fill)
         return self._forget(fill)
 
@@ -281,81 +304,27 @@ class _PartReader:
         self.read_bytes += got
 
 
-class _Readers:
-    """Threads that fill blocks, parts of the plan that is needed first before those of others."""
-
-    def __init__(self, reader: Callable[[Fill, int], None], streams: Streams):
-        self.reader = reader
-        self._streams = streams
-        self._changed = threading.Condition()
-        self._queue: list[Fill] = []
-        self._order: dict[ReadPlan, int] = {}
-        self._threads: list[threading.Thread] = []
-        self._closed = False
-
-    def put_in_order(self, plans: Sequence[ReadPlan]) -> None:
-        self._order = {plan: place for place, plan in enumerate(plans)}
-
-    def put_first(self, plan: ReadPlan) -> None:
-        self._order = self._order | {plan: -1}
-
-    def last_needed(self, fills: Iterable[Fill]) -> Fill:
-        """Returns the one of `fills` whose plan is needed last, as far as that is known."""
-        return max(fills, key=lambda fill: self._place(fill.plan))
-
-    def add(self, fill: Fill) -> None:
-        with self._changed:
-            self._queue.append(fill)
-            parts = sum(len(each.waiting) for each in self._queue)
-            while len(self._threads) < min(THREADS, parts):
-                arguments = (f"file reader {next(_numbers)}",)
-                thread = threading.Thread(target=self._work, args=arguments, name="file reader", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-            self._changed.notify(len(fill.waiting))
-
-    def remove(self, fill: Fill) -> None:
-        """Takes back the parts that no thread has begun: they count as done."""
-        with self._changed:
-            if fill in self._queue:
-                self._queue.remove(fill)
-            for index in fill.waiting:
-                fill.done[index].set()
-            fill.waiting.clear()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._queue.clear()
-            self._changed.notify_all()
-        if threading.current_thread() in self._threads:
-            # The garbage collector has called this on a reader, which may hold the lock that the others wait for.
-            return
-        for thread in self._threads:
-            thread.join()
-
-    def _place(self, plan: ReadPlan) -> float:
-        return self._order.get(plan, len(self._order))
-
-    def _work(self, name: str) -> None:
-        with self._streams.beside(name):
-            while (item := self._next()) is not None:
-                fill, index = item
+def _work(tasks: Tasks, reader: _PartReader, streams: Streams, name: str) -> None:
+    """Reads parts until None comes; each thread has a clock of its own in the stream checker."""
+    with streams.beside(name):
+        while (task := tasks.get()) is not None:
+            fill, index = task
+            if fill.takes(index):
                 try:
-                    self.reader(fill, index)
+                    reader(fill, index)
                 except BaseException as error:
                     fill.error = error
                 fill.done[index].set()
-                del fill, item
+            del fill, task
 
-    def _next(self) -> tuple[Fill, int] | None:
-        with self._changed:
-            while not self._queue:
-                if self._closed:
-                    return None
-                self._changed.wait()
-            fill = min(self._queue, key=lambda fill: self._place(fill.plan))
-            index = fill.waiting.popleft()
-            if not fill.waiting:
-                self._queue.remove(fill)
-            return fill, index
+
+def _end(tasks: Tasks, threads: Sequence[threading.Thread]) -> None:
+    """Ends threads, which read nothing more than they have begun."""
+    with suppress(Empty):
+        while True:
+            tasks.get_nowait()
+    for _ in threads:
+        tasks.put(None)
+    # The garbage collector may call this on one of them.
+    for thread in threads if threading.current_thread() not in threads else ():
+        thread.join()

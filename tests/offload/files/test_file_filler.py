@@ -268,7 +268,7 @@ def test_weights_larger_than_free_memory_are_read_past_the_page_cache(tmp_path: 
     model = model_of()
     mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
     with attached(mode, model):
-        assert mode._streamer.filler._ring._readers.reader._direct
+        assert mode._streamer.filler._ring._reader._direct
     model = model_of()
     mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
     assert_same(trained(model, mode), expected)
