@@ -1,7 +1,7 @@
 """Brings units into slots together with the processes that share their homes: each copies in its slices, all gather.
 
 A slice comes over this device's own link to the host, the rest over the links between the devices. Copies run on the
-h2d stream, exchanges between the devices on the gather stream, a chunk behind them. Outside of steps each process
+h2d stream, exchanges between the devices on the gather stream, a unit behind them. Outside of steps each process
 copies whole units.
 """
 
@@ -41,16 +41,6 @@ SUMS_ALONE = -2
 PENDING, PLACE_BIT = 1, 1
 
 
-class _Chunk:
-    """A chunk of a slot, as the stream checker knows it."""
-
-    def __init__(self, slot: DeviceSlot, number: int):
-        self._name = f"chunk {number} of {slot}"
-
-    def __str__(self) -> str:
-        return self._name
-
-
 class GatherFiller(Filler):
     """Units whose home this process shares with `sharers`, of which there are several, and the sums of their gradients.
 
@@ -75,7 +65,6 @@ class GatherFiller(Filler):
         self._in_step = False
         # Where each sharer gathers the unit that is filled next: the places of their slots.
         self._places: list[int] = []
-        self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._last_in_backward: OffloadUnit | None = None
         self._not_agreed_on: OffloadUnit | None = None
 
@@ -233,27 +222,21 @@ class GatherFiller(Filler):
             self._exchange(SUMS_ALONE, False, 0, "a sum of gradients", everywhere=False)
 
     def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
-        """Queues the copies of this process's slices and the gathers of all.
+        """Queues the copy of this process's slice and the gather of all.
 
         The slot is as large as the unit's slices with their padding.
         """
         if not self._in_step:
             super().fill(unit, slot)
             return
-        streams, sharers = self._streams, self._sharers
-        h2d, gather = streams.h2d, streams.gather
-        slices = slices_of(unit, sharers.count)
-        for number, (chunk, own) in enumerate(zip(slices.chunks(), slices.own(sharers.rank), strict=True)):
-            part = self._chunks.setdefault((slot.index, number), _Chunk(slot, number))
-            streams.writes(h2d, part, f"onload of {unit}")
-            copied, (start, end) = streams.event(), own
-            source, what = unit.weights.bytes[start:end], f"slice {number} of {unit.name}"
-            self._transfer.copy_in(slot.bytes[start:end], source, done=copied, what=what)
-            gather.wait_event(copied)
-            streams.writes(gather, part, f"gather of {unit}")
-            with profiled(f"gather {what}"), streams.on(gather):
-                self._links.gather(slot.bytes[slice(*chunk)], self._places, what)
-        streams.writes(gather, slot, f"gather of {unit}")
+        gather, slices = self._streams.gather, slices_of(unit, self._sharers.count)
+        start, end = slices.own(self._sharers.rank)
+        copied, what = self._streams.event(), f"slice of {unit.name}"
+        self._transfer.copy_in(slot.bytes[start:end], unit.weights.bytes[start:end], done=copied, what=what)
+        gather.wait_event(copied)
+        self._streams.writes(gather, slot, f"gather of {unit}")
+        with profiled(f"gather {what}"), self._streams.on(gather):
+            self._links.gather(slot.bytes[: slices.padded_bytes], self._places, what)
         slot.ready.record(gather)
 
     def _exchange(

@@ -1,13 +1,13 @@
-"""Divides the bytes of a unit among the processes that share its home: into chunks, and each chunk into equal slices.
+"""Divides the bytes of a unit among the processes that share its home, into equal slices.
 
-A process copies in its slice of each chunk, and the chunk is gathered while the slice of the next is being copied
-(ZeRO-3 gathers whole parameters so, Rajbhandari et al. 2020). The slices that a process copies in are those that it
-updates: so its own updates are the only ones that its copies have to wait for.
+A process copies in its slice, and all gather the others' (ZeRO-3 gathers whole parameters so, Rajbhandari et al. 2020).
+The slice that a process copies in is the one that it updates: so its own updates are the only ones that its copies have
+to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.sharing.sharers import OWN_HOMES
@@ -18,58 +18,37 @@ from offload.weights.units.unit_tensor import UnitTensor
 # The alignment of tensors that processes share, and of their slices: 256 numbers, a block of states in 8 bits.
 SHARED_ALIGNMENT_BYTES = 1024
 
-# The gather of a unit overlaps with the copy of the next. Only where a unit takes long are its own two to overlap, in
-# chunks: each costs the host a copy and a collective more.
-CHUNKS = 2
-LEAST_CHUNK_BYTES = 512 * 2**20
-
 
 @dataclass(frozen=True)
 class Slices:
     """The slices of a flat buffer of `nbytes`, divided among `count` processes.
 
-    Each slice begins at a multiple of SHARED_ALIGNMENT_BYTES. The last ones may lie partly or wholly behind the end.
+    Each begins at a multiple of SHARED_ALIGNMENT_BYTES. The last ones may lie partly or wholly behind the end.
     """
 
     nbytes: int
     count: int
 
     @property
-    def chunk_bytes(self) -> int:
-        """The bytes of each chunk, the last one included."""
-        chunks = CHUNKS if self.nbytes >= CHUNKS * LEAST_CHUNK_BYTES else 1
-        step = self.count * SHARED_ALIGNMENT_BYTES
-        return -(-self.nbytes // (chunks * step)) * step
-
-    @property
     def padded_bytes(self) -> int:
-        """The bytes of all chunks: `nbytes`, and what the last slices have behind the end."""
-        return -(-self.nbytes // self.chunk_bytes) * self.chunk_bytes if self.nbytes else 0
+        """The bytes of all slices: `nbytes`, and what the last ones have behind the end."""
+        step = self.count * SHARED_ALIGNMENT_BYTES
+        return -(-self.nbytes // step) * step
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yields the start and the end of each chunk."""
-        for start in range(0, self.padded_bytes, self.chunk_bytes or 1):
-            yield start, start + self.chunk_bytes
-
-    def own(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yields start and end of the slice of each chunk that is process `rank`'s, as far as it is in the buffer."""
-        size = self.chunk_bytes // self.count
-        for chunk, _ in self.chunks():
-            start = min(chunk + rank * size, self.nbytes)
-            yield start, min(start + size, self.nbytes)
+    def own(self, rank: int) -> tuple[int, int]:
+        """Returns start and end of the slice of process `rank`, as far as it is in the buffer."""
+        size = self.padded_bytes // self.count
+        return min(rank * size, self.nbytes), min((rank + 1) * size, self.nbytes)
 
     def elements(self, tensor: UnitTensor, rank: int) -> list[range]:
-        """Returns the ranges of `tensor`, in elements of its flat form, that lie in the slices of process `rank`.
+        """Returns the ranges of `tensor`, in elements of its flat form, in the slice of process `rank`: one or none.
 
         The tensor is contiguous in its unit.
         """
+        start, end = self.own(rank)
+        first, last = max(start, tensor.offset), min(end, tensor.offset + tensor.nbytes)
         size = tensor.dtype.itemsize
-        found = []
-        for start, end in self.own(rank):
-            first, last = max(start, tensor.offset), min(end, tensor.offset + tensor.nbytes)
-            if first < last:
-                found.append(range((first - tensor.offset) // size, (last - tensor.offset) // size))
-        return found
+        return [range((first - tensor.offset) // size, (last - tensor.offset) // size)] if first < last else []
 
 
 def slices_of(unit: OffloadUnit, count: int) -> Slices:

@@ -28,10 +28,9 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
-from offload.sharing import slices
 from offload.sharing.buckets import gradient_buckets
+from offload.speculation.trials import Speculation
 from offload.streams import registry
 from offload.streams.stream_checker import (
     CheckedEvent,
@@ -174,7 +173,7 @@ def _gathering(device_share: int = 0) -> None:
     def work(sharers: ThreadSharers) -> None:
         model, mode, streams = Stack(depth=3), LayerStream(slots=2), CheckedStreams(torch.device("cpu"))
         mode.attach(model, streams, sharers)
-        optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+        optimizer = HostAdamW(model.parameters(), threads=1)
         mode.divide(optimizer)
         mode.overlap(optimizer, early=True, device_share=device_share)
         optimizer.allocate()
@@ -248,7 +247,7 @@ def _updating(early: bool, at_once: bool, device_share: int = 0, releases: bool 
         optimizer.zero_grad()
 
     model, mode, streams = Stack(), LayerStream(slots=2), registry.acquire("cpu")
-    optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+    optimizer = HostAdamW(model.parameters(), threads=1)
     mode.release_gradients(releases)
     with _paced(at_once):
         mode.attach(model, streams)
@@ -289,7 +288,7 @@ def _speculating(at_once: bool) -> None:
         model(stack_inputs(0, 0))
 
     model, mode, streams = Stack(), LayerStream(slots=2), registry.acquire("cpu")
-    optimizer = HostAdamW(model.parameters(), threads=1, compile="off", speculate="on")
+    optimizer = HostAdamW(model.parameters(), threads=1, speculate="on")
     with _paced(at_once):
         mode.attach(model, streams)
         try:
@@ -356,7 +355,6 @@ def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 10000)
-    monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 512)
     monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
     monkeypatch.setattr(ring, "RING_UNITS", 1)
     sites = _Sites(monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from offload.memory.bandwidth import Bandwidth
@@ -11,7 +10,6 @@ from offload.modes.mode import Mode
 from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.sharing import slices
 from offload.sharing.sharers import NO_SHARERS
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.models import Stack, stack_inputs
@@ -26,8 +24,7 @@ def planned(mode: Mode, sharers: PlannedSharers | None, timed: SimulatedStreams 
     return dry_run(mode, model, [lambda: model(inputs).sum()], norms=True, timed=timed, sharers=sharers)
 
 
-def test_planned_copies_and_exchanges_are_those_of_the_first_of_several(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 512)
+def test_planned_copies_and_exchanges_are_those_of_the_first_of_several():
     sharers = PlannedSharers(2)
     plan = planned(LayerStream(slots=2), sharers)
 

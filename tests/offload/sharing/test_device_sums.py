@@ -222,7 +222,7 @@ def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, device
     def work(sharers: ThreadSharers) -> list[Tensor]:
         mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
         mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
-        optimizer = HostAdamW(mine.parameters(), lr=0.1, threads=1, compile="off")
+        optimizer = HostAdamW(mine.parameters(), lr=0.1, threads=1)
         mode.divide(optimizer)
         mode.overlap(optimizer, early=True, device_share=device_share)
         optimizer.allocate()

@@ -99,7 +99,7 @@ def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, residen
         mode.attach(model, streams, sharers)
         optimizer = None
         if device_share is not None:
-            optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+            optimizer = HostAdamW(model.parameters(), threads=1)
             mode.divide(optimizer)
             mode.overlap(optimizer, early=True, device_share=device_share)
             optimizer.allocate()
