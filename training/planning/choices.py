@@ -20,7 +20,7 @@ from training.config.modes import weights_node
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
-from training.settle.components import Components, fills_budget, footprint_of
+from training.settle.components import Components, fills_budget, footprint_of, reasons_of
 from training.settle.gradients import KEPT
 
 Plan = Callable[[Components], tuple[Components, RunPlan]]
@@ -122,4 +122,4 @@ def with_gradients_chosen(components: Components, plan: Plan) -> tuple[Component
         f" in place of {forecast.step_ms:,.0f}"
     )
     found = without.with_gradients(choice.kept_because(why))
-    return found, replace(kept, chosen=found.settled.reasons)
+    return found, replace(kept, chosen=reasons_of(found))

@@ -45,7 +45,7 @@ from training.profiling.timeline import Interval, Timeline, draw_chart
 from training.runs.files import PLAN_PICTURE
 from training.runs.invocation import Invocation
 from training.runs.records import write_summary
-from training.settle.components import Components
+from training.settle.components import Components, reasons_of
 from training.settle.missing_abilities import without_abilities
 from training.visible_text import visible
 from training.weights.files import ModelWeights
@@ -117,7 +117,7 @@ def _plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tup
     config, key = components.config, resident_key(components.config)
     if key is None:
         plan = plan_run(components, machine, has_gpu)
-        return components, replace(plan, chosen=components.settled.reasons)
+        return components, replace(plan, chosen=reasons_of(components))
     # In `components` no unit stays.
     streamed = PlannedStep.of(components, machine, has_gpu)
     units = 0
@@ -134,7 +134,7 @@ def _plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tup
     else:
         filled, plan = components, _plan_of(streamed, components, machine, has_gpu)
     filled = resident_chosen(filled, config, key, units)
-    return filled, replace(plan, chosen=filled.settled.reasons)
+    return filled, replace(plan, chosen=reasons_of(filled))
 
 
 def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> None:

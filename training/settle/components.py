@@ -51,8 +51,6 @@ from training.weights.source import local_source
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 
 FLEX = "flex_attention"
-# The states of an optimizer without knobs for them.
-WIDEST = ("fp32", "fp32", "nearest")
 # The share of spare device memory that optimizer states may take: their gradients stay there too, and the allocator
 # needs room.
 STATES_OF_SPARE = 0.8
@@ -112,15 +110,13 @@ class Components:
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
         found = cls(settled, dtype, model, mode, footprint, blocks, optimizer_class).with_gradients(gradients)
-        found = replace(found, settled=found.settled.because(_reasons(found)))
         return replace(found, reference=_reference(found)) if found.task.needs_copy else found
 
     def with_gradients(self, choice: GradientChoice) -> Components:
         """Returns the components of a run with this choice; their mode has been told."""
-        footprint, settled = self.footprint, self.settled.because(choice.reasons)
-        if choice.released != self.gradients.released:
-            footprint = footprint_of(self.config, self.mode, self.model, choice)
-        return replace(self, gradients=choice, footprint=footprint, settled=settled)
+        if choice.released == self.gradients.released:
+            return replace(self, gradients=choice)
+        return replace(self, gradients=choice, footprint=footprint_of(self.config, self.mode, self.model, choice))
 
     def with_config(self, config: DictConfig, notes: tuple[str, ...] = ()) -> Components:
         """Returns the components with another configuration that describes the same objects, and further `notes`."""
@@ -212,10 +208,9 @@ class Components:
 
     @property
     def state_format(self) -> StateFormat:
-        """The format of the optimizer's states; masters and moments are float32 where it has no such knobs."""
+        """The format of the optimizer's states; the default one where it has no knobs for that."""
         given = self.config.optimizer
-        names = ("master", "state_dtype", "state_rounding")
-        return StateFormat(*(str(given.get(name, default)) for name, default in zip(names, WIDEST, strict=True)))
+        return StateFormat(**{name: str(given[name]) for name in ("master", "state_dtype") if name in given})
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -319,10 +314,10 @@ def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tupl
         raise UserError(str(error)) from error
 
 
-def _reasons(found: Components) -> dict[str, str]:
-    """Returns by key what follows from the mode and from what trains, and why."""
+def reasons_of(found: Components) -> dict[str, str]:
+    """Returns by key every value that was chosen, and why: with those of `Settled` what the mode and the model ask."""
     config, choices, given = found.config, found.invocation.choices, found.invocation.overridden
-    optimizer, reasons = choices.get("optimizer"), {}
+    optimizer, reasons = choices.get("optimizer"), {**found.settled.reasons, **found.gradients.reasons}
     streams = bool(found.footprint.units)
     if found.updates_overlap and streams and "optimizer" not in given:
         reasons["optimizer"] = f"{optimizer}, because offload={choices.get('offload')} keeps weights on the host"
@@ -344,7 +339,7 @@ def _why_speculation(found: Components) -> str:
     if found.speculates:
         return "updates begin inside backward, and are undone exactly in steps that are clipped or skipped"
     form = found.state_format
-    kept = f"master={form.master} with moments in {form.state_dtype}, rounded to {form.state_rounding}"
+    kept = f"master={form.master} with moments in {form.state_dtype}"
     return f"off, because updates of states with {kept} cannot be undone"
 
 

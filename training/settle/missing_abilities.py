@@ -18,9 +18,8 @@ KEYS = {
 # The keys that a system with an update of its own does not read, though numbers depend on them, each with the values
 # that change none.
 NOT_READ_BY_OWN_UPDATES = {
-    "optimizer.master": ("compact", "fp32"),
+    "optimizer.master": ("compact",),
     "optimizer.state_dtype": ("fp32",),
-    "optimizer.state_rounding": ("nearest",),
     "on_nonfinite": ("stop",),
 }
 

@@ -1,7 +1,7 @@
 """Settles a configuration: chooses a value for each key that is `auto`, and says why it is this one.
 
-Most follow from the configuration and the device, and are chosen here. `Components.of` adds those that follow from the
-model and its mode, and a plan the number of units that stay on the device.
+Most follow from the configuration and the device, and are chosen here. `reasons_of` has those too that follow from the
+model and its mode, and a plan chooses the number of units that stay on the device.
 """
 
 from __future__ import annotations

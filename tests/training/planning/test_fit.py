@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from offload.byte_sizes import GIB, format_bytes
+from offload.modes import tensor_swap
 from tests.training.helpers.in_process import SMALL_MODEL, TINY_RUN, command_here, components_of
 from training.planning import fit, memory
 from training.planning.fit import (
@@ -122,7 +123,9 @@ def test_the_machines_memory_is_not_held_to_the_error_of_the_plan_and_a_budget_i
 
 
 @pytest.mark.usefixtures("process_without_memory", "small_activations")
-def test_what_an_automatic_budget_would_keep_counts_against_a_budget_alone(machine):
+def test_what_an_automatic_budget_would_keep_counts_against_a_budget_alone(machine, monkeypatch: pytest.MonkeyPatch):
+    # Else all would be back before backward uses it.
+    monkeypatch.setattr(tensor_swap, "PREFETCH_BYTES", 2**14)
     job = ("offload=tensor_swap", "offload.budget=auto", "hardware.bus_gb_s=0.001")
     components, plan = planned(*job, has_gpu=True)
     total = plan.totals["vram_budget"]

@@ -13,6 +13,7 @@ import pytest
 
 from models.llama import Llama
 from offload.byte_sizes import GIB
+from offload.modes import tensor_swap
 from tests.training.helpers.in_process import ROOT, command_here
 from training.planning.plan import draw_timeline
 
@@ -96,7 +97,9 @@ def test_a_summary_has_planned_values_beside_measured_ones(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("small_activations")
-def test_an_automatic_budget_keeps_what_copies_would_not_hide(planned):
+def test_an_automatic_budget_keeps_what_copies_would_not_hide(planned, monkeypatch: pytest.MonkeyPatch):
+    # Else all would be back before backward uses it.
+    monkeypatch.setattr(tensor_swap, "PREFETCH_BYTES", 2**14)
     job = ("offload=tensor_swap",)
     everything, slow = planned(*job), planned(*job, "offload.budget=auto", "hardware.bus_gb_s=0.001")
     assert everything.step_bytes["activations out"] > 0.9 * everything.host_bytes["activations"] > 0

@@ -44,7 +44,7 @@ def test_all_that_was_asked_for_is_noted_and_left_out_of_a_copy():
 
 
 def test_what_an_update_of_its_own_does_not_read_is_noted():
-    keys = ("optimizer=host_adamw", "optimizer.state_dtype=int8", "optimizer.master=kahan", "on_nonfinite=skip")
+    keys = ("optimizer=host_adamw", "optimizer.state_dtype=int8", "optimizer.master=stochastic", "on_nonfinite=skip")
     config, _ = composed(*keys, "clip_norm=null")
 
     class OwnUpdate(Foreign):
@@ -52,7 +52,7 @@ def test_what_an_update_of_its_own_does_not_read_is_noted():
 
     assert without_abilities(config, OwnUpdate())[1] == (
         "it is foreign",
-        "optimizer.master=kahan is not applied",
+        "optimizer.master=stochastic is not applied",
         "optimizer.state_dtype=int8 is not applied",
         "on_nonfinite=skip is not applied",
     )
