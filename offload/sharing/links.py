@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -49,48 +49,12 @@ class _Piece(NamedTuple):
     sums: torch.Tensor
 
 
-class Links(Protocol):
-    """Every sharer makes the same calls in the same order. Those that exchange run on the current stream.
+class Links:
+    """Exchanges by the sharers' collectives. Every sharer makes the same calls in the same order.
 
-    `sums_own_memory`: what is summed had better lie in memory from `allocate`.
+    Those that exchange run on the current stream. `sums_own_memory`: what is summed had better lie in memory from
+    `allocate`.
     """
-
-    sums_own_memory: bool
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Returns device memory (uint8) for `gather` and `sum`; blocks the host until all sharers have theirs.
-
-        Raises RuntimeError where the others cannot open it.
-        """
-        ...
-
-    def place_of(self, memory: torch.Tensor) -> int:
-        """Returns the number by which sharers tell each other which of this one's allocations a tensor lies in."""
-        ...
-
-    def gather(self, whole: torch.Tensor, places: Sequence[int], what: str) -> None:
-        """As `Sharers.gather`. `whole` lies in allocations, at the same bytes everywhere; `places` are those of all."""
-        ...
-
-    def sum(self, addends: Addends, what: str, in_slices: bool = False) -> None:
-        """Sums over sharers, into `addends.flat`: all of the sums, or with `in_slices` this sharer's slice alone."""
-        ...
-
-    def sum_in_place(self, addends: Addends, what: str) -> None:
-        """Sums over sharers, into `addends.tensors`; `addends.flat` has no values afterwards."""
-        ...
-
-    def let_go(self) -> None:
-        """After an error in a step: this process's streams wait for no sharer any more, and nothing more is asked."""
-        ...
-
-    def close(self) -> None:
-        """Ends them. The device is idle."""
-        ...
-
-
-class CollectiveLinks:
-    """`Links` that ask the sharers."""
 
     sums_own_memory = False
 
@@ -98,38 +62,47 @@ class CollectiveLinks:
         self._sharers, self._device = sharers, device
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """Returns device memory (uint8) for `gather` and `sum`; blocks the host until all sharers have theirs.
+
+        Raises RuntimeError where the others cannot open it.
+        """
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def place_of(self, memory: torch.Tensor) -> int:
+        """Returns the number by which sharers tell each other which of this one's allocations a tensor lies in."""
         return 0
 
     def gather(self, whole: torch.Tensor, places: Sequence[int], what: str) -> None:
+        """As `Sharers.gather`. `whole` lies in allocations, at the same bytes everywhere; `places` are those of all."""
         self._sharers.gather(whole, what)
 
     def sum(self, addends: Addends, what: str, in_slices: bool = False) -> None:
+        """Sums over sharers, into `addends.flat`: all of the sums, or with `in_slices` this sharer's slice alone."""
         copy_each(addends.views, addends.tensors)
         self._sharers.sum(addends.flat, what)
 
     def sum_in_place(self, addends: Addends, what: str) -> None:
+        """Sums over sharers, into `addends.tensors`; `addends.flat` has no values afterwards."""
         self.sum(addends, what)
         copy_each(addends.tensors, addends.views)
 
     def let_go(self) -> None:
-        pass
+        """After an error in a step: this process's streams wait for no sharer any more, and nothing more is asked."""
 
     def close(self) -> None:
-        pass
+        """Ends them. The device is idle."""
 
 
-class CopyLinks:
-    """`Links` by copies from the memory of `peers`, between points at which all have come to the same exchange.
+class CopyLinks(Links):
+    """Exchanges by copies from the memory of `peers`, between points at which all have come to the same exchange.
 
     Gradients are added in the order of the ranks. Sums over several hosts, and of what lies in no allocation, are the
     sharers'.
     """
 
-    def __init__(self, sharers: Sharers, peers: Peers):
-        self._sharers, self._peers = sharers, peers
+    def __init__(self, sharers: Sharers, device: torch.device, peers: Peers):
+        super().__init__(sharers, device)
+        self._peers = peers
         self.sums_own_memory = sharers.hosts == 1
         self._others = [rank % sharers.count for rank in range(sharers.rank + 1, sharers.rank + sharers.count)]
         self._places: dict[int, int] = {}
@@ -243,13 +216,13 @@ def links_of(sharers: Sharers, streams: Streams) -> Links:
     """
     device = streams.device
     if sharers.count == 1 or device.type == "meta":
-        return CollectiveLinks(sharers, device)
+        return Links(sharers, device)
     try:
-        return CopyLinks(sharers, HostPeers(sharers)) if device.type == "cpu" else _tried(sharers, streams)
+        return CopyLinks(sharers, device, HostPeers(sharers)) if device.type == "cpu" else _tried(sharers, streams)
     except DriverError as error:
         if sharers.rank == 0:
             logger.warning("devices exchange slices by collectives, which is slower than by copies: %s", error)
-        return CollectiveLinks(sharers, device)
+        return Links(sharers, device)
 
 
 def _tried(sharers: Sharers, streams: Streams) -> CopyLinks:
@@ -262,7 +235,7 @@ def _tried(sharers: Sharers, streams: Streams) -> CopyLinks:
                 raise DriverError(f"rank {sharers.first + rank}: {theirs.decode()}")
 
     peers = CudaPeers(sharers, streams, agreed)
-    links = CopyLinks(sharers, peers)
+    links = CopyLinks(sharers, streams.device, peers)
     try:
         agreed(_problem_of(links, sharers, streams))
     except BaseException:

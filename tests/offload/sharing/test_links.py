@@ -14,7 +14,7 @@ import torch
 from offload.sharing import cuda_driver
 from offload.sharing import links as links_module
 from offload.sharing.cuda_peers import CudaPeers
-from offload.sharing.links import Addends, CollectiveLinks, CopyLinks, Links, links_of
+from offload.sharing.links import Addends, CopyLinks, Links, links_of
 from offload.sharing.remote_memory import HostPeers
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.cuda_driver import FakeDriver
@@ -25,7 +25,7 @@ BY_COLLECTIVES = "devices exchange slices by collectives, which is slower than b
 
 
 def by_copies(sharers: ThreadSharers) -> Links:
-    return CopyLinks(sharers, HostPeers(sharers))
+    return CopyLinks(sharers, CPU, HostPeers(sharers))
 
 
 def late(sharers: ThreadSharers, turn: int) -> None:
@@ -200,7 +200,7 @@ def test_sums_over_several_hosts_are_the_sharers_own(in_place: bool):
 
 
 @pytest.mark.parametrize(
-    ("count", "device", "expected"), [(2, "cpu", CopyLinks), (2, "meta", CollectiveLinks), (1, "cpu", CollectiveLinks)]
+    ("count", "device", "expected"), [(2, "cpu", CopyLinks), (2, "meta", Links), (1, "cpu", Links)]
 )
 def test_who_has_which_links(count: int, device: str, expected: type):
     def work(sharers: ThreadSharers) -> Links:
@@ -214,7 +214,7 @@ def test_who_has_which_links(count: int, device: str, expected: type):
 
 def test_collectives_are_those_of_the_sharers():
     def work(sharers: ThreadSharers) -> tuple[int, int]:
-        links = CollectiveLinks(sharers, CPU)
+        links = Links(sharers, CPU)
         memory = links.allocate(16)
         links.gather(memory, [links.place_of(memory)] * 2, "a test")
         links.sum(small_sum(memory[:8], sharers), "a test", in_slices=True)
@@ -333,7 +333,7 @@ def test_gpus_that_do_not_exchange_by_collectives(
 ):
     with caplog.at_level(logging.WARNING):
         for links in links_of_gpus(monkeypatch, driver()):
-            assert type(links) is CollectiveLinks
+            assert type(links) is Links
     (line,) = (record.message for record in caplog.records)
     assert line == f"{BY_COLLECTIVES}: rank 0: {driver.problem}"
 
@@ -341,7 +341,7 @@ def test_gpus_that_do_not_exchange_by_collectives(
 def test_a_problem_of_one_gpu_is_that_of_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         for links in links_of_gpus(monkeypatch, OneHasNoHandles()):
-            assert type(links) is CollectiveLinks
+            assert type(links) is Links
     (line,) = (record.message for record in caplog.records)
     problems = NoHandles.problem, "rank 1 cannot let others reach its memory"
     assert line in [f"{BY_COLLECTIVES}: rank 0: {problem}" for problem in problems]
@@ -351,5 +351,5 @@ def test_a_copy_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(links_module, "TRIAL_LIMIT_S", 0.05)
     monkeypatch.setattr("offload.streams.stream_checker.CheckedEvent.query", lambda event: False)
     for links in links_of_gpus(monkeypatch, FakeDriver()):
-        assert type(links) is CollectiveLinks
+        assert type(links) is Links
     assert "took longer than 0.05 s" in caplog.text

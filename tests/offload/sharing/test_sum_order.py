@@ -12,7 +12,7 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
 from offload.sharing import buckets
-from offload.sharing.links import CollectiveLinks, CopyLinks
+from offload.sharing.links import CopyLinks, Links
 from offload.sharing.summing import GradientSum
 from offload.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
 from offload.torch_private.torch_internals import gradient_accumulator
@@ -34,10 +34,10 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 1))
 
 
-@pytest.fixture(params=[CollectiveLinks, CopyLinks])
+@pytest.fixture(params=[Links, CopyLinks])
 def at_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict:
     """Functions which are called when a sum is queued, with what is summed: one of each sharer."""
-    if request.param is CollectiveLinks:
+    if request.param is Links:
         use_collectives(monkeypatch)
     called: dict = {}
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from offload.sharing.links import CollectiveLinks
+from offload.sharing.links import Links
 from offload.sharing.sharers import NO_SHARERS
 from offload.sharing.sum_ring import SumRing, in_steps, ring_bytes
 from offload.streams.deferred_free import PendingFree
@@ -20,7 +20,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 def ring_of(nbytes: int) -> tuple[SumRing, CheckedStreams]:
     streams = CheckedStreams(CPU)
-    return SumRing(CollectiveLinks(NO_SHARERS, CPU), streams, nbytes), streams
+    return SumRing(Links(NO_SHARERS, CPU), streams, nbytes), streams
 
 
 def use(streams: CheckedStreams, buffer: PendingFree) -> None:

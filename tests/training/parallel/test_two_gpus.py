@@ -23,7 +23,7 @@ from offload import HostAdamW, acquire, meet, release
 from offload.modes.layer_stream import LayerStream
 from offload.sharing import links as links_module
 from offload.sharing.cuda_driver import DriverError
-from offload.sharing.links import CollectiveLinks, CopyLinks
+from offload.sharing.links import CopyLinks, Links
 from tests import ROOT
 from tests.offload.helpers.late import DELAY_CYCLES, make_late, poison_slots
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs
@@ -171,8 +171,9 @@ def trained(rank: int, folder: Path, count: int, late: str, links: str) -> None:
         streams = acquire(device)
         sharers = ranks.sharers(count > 1)
         mode.attach(model, streams, sharers)
-        assert type(mode._streamer._links) is (CopyLinks if count > 1 and links == "copies" else CollectiveLinks)
-        optimizer = HostAdamW(model.parameters(), **SETTINGS, threads=2, decay_norms_and_biases=False, compile="off")
+        if count > 1:
+            assert type(mode._streamer.filler._links) is (CopyLinks if links == "copies" else Links)
+        optimizer = HostAdamW(model.parameters(), **SETTINGS, threads=2, decay_norms_and_biases=False)
         mode.divide(optimizer)
         mode.overlap(optimizer, True)
         optimizer.allocate()
@@ -184,7 +185,7 @@ def trained(rank: int, folder: Path, count: int, late: str, links: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         optimizer.finish()
-        optimizer.bring_states_home()
+        optimizer.states.bring_home()
         meet(sharers, "the updates of all")
         states = optimizer.state_dict()["state"]
         found = [states[index][name] for index in sorted(states) for name in sorted(states[index])]
