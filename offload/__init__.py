@@ -51,8 +51,8 @@ too. Every other module may change without notice.
 
 Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `torch_private`;
 `streams` (and copies); `memory`; `weights`, `activations` and `microbatches` (one mechanism each); `sharing` and
-`files` (extensions of `weights`); `optimizer` (updates on the host, beside the step); `modes` (one file a mode);
-`planning` (a step predicted by running it without values).
+`files` (extensions of `weights`); `optimizer` (updates on the host, beside the step); `speculation` (the same before
+the norm is known); `modes` (one file a mode); `planning` (a step predicted by running it without values).
 
 Two orders keep streaming right:
 
@@ -85,10 +85,10 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.modes.weight_mode import WeightMode
 from offload.norms import l2_norm
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation
 from offload.sharing.buckets import GradientBucket, gradient_buckets, separate_gradients
 from offload.sharing.exchange_board import ExchangeBoard
 from offload.sharing.sharers import NO_SHARERS, OWN_HOMES, SharerLostError, Sharers, meet
+from offload.speculation.trials import Speculation
 from offload.streams.counters import Counters
 from offload.streams.device_work import HostOperandError
 from offload.streams.registry import Streams, acquire, release

@@ -6,7 +6,7 @@
 Weights and gradients are bf16; --master and --state-dtype are formats of the states, of which each is measured. GB/s
 count the bytes that an update reads and writes; `copy` is the rate of torch's copy of as many bytes on as many threads,
 read and written. `pause` is the longest time, in ms, that another Python thread (such as the one that launches GPU
-kernels) waits for Python's lock during an update. `with log` is the faster kernel's update that can be undone, and
+kernels) waits for Python's lock during an update. `with log` is the C loop's update that can be undone, and
 `undone` is how fast that is.
 """
 
@@ -28,14 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload.memory.limits import usable_cores
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
-from offload.optimizer.kernel_check import copied_to
-from offload.optimizer.kernel_choice import sample, update_on
+from offload.optimizer.kernel_choice import copied_to, sample, update_on
 from offload.optimizer.kernels import FusedUpdate, UpdateKernel
 from offload.optimizer.kernels import torch_threads as threads_of_torch
 from offload.optimizer.native_kernel import NativeUpdate, native_library
-from offload.optimizer.native_undo import reversible
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.undo_log import UndoLog, can_be_undone
+from offload.speculation.undo_log import ReversibleUpdate, UndoLog, can_be_undone, undo_library
 
 SETTINGS = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
@@ -99,8 +97,8 @@ def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
                 f" {rate * format.update_bytes / 1e9:6.1f} GB/s  pause {pause:6.1f} ms",
                 flush=True,
             )
-        if can_be_undone(format):
-            measure_undoing(kernels[-1], format, operands, threads, options.repeats)
+        if library is not None and can_be_undone(format):
+            measure_undoing(format, operands, threads, options.repeats)
         nbytes = int(options.parameters * format.update_bytes / 2)
         source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
         with threads_of_torch(threads):
@@ -111,7 +109,7 @@ def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
 def measure_on_gpu(format: StateFormat, options: argparse.Namespace, device: torch.device) -> None:
     """Prints a row for each kernel; the bytes of torch's are more than those that GB/s count."""
     operands, step = copied_to(sample(format, options.parameters), device, shift=0), torch.ones((), device=device)
-    kernels = [FusedUpdate(), update_on(device, threads=1, compile="auto", format=format)]
+    kernels = [FusedUpdate(), update_on(device, 1, format)]
     # For 8 bits the second is torch's as well.
     for kernel in {kernel.name: kernel for kernel in kernels}.values():
 
@@ -124,10 +122,10 @@ def measure_on_gpu(format: StateFormat, options: argparse.Namespace, device: tor
         print(f"        GPU  {row}", flush=True)
 
 
-def measure_undoing(kernel: UpdateKernel, format: StateFormat, operands: Operands, threads: int, repeats: int) -> None:
+def measure_undoing(format: StateFormat, operands: Operands, threads: int, repeats: int) -> None:
     """Prints the rates of the update with a log, and of undoing it."""
     log = UndoLog.over(torch.zeros(UndoLog.nbytes(operands.weight.numel()), dtype=torch.uint8), operands.weight.numel())
-    undoable, step = reversible(kernel, format, threads), torch.ones(())
+    undoable, step = ReversibleUpdate(undo_library(format), threads), torch.ones(())
     for name, work in (("with log", undoable.update), ("undone", undoable.undo)):
         rate = operands.weight.numel() / seconds_of(lambda work=work: work(operands, step, SETTINGS, log), repeats)
         print(f"{threads:3d} threads  {name:8s}  {rate / 1e9:5.2f} Gparam/s", flush=True)

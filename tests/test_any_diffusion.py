@@ -49,7 +49,6 @@ def job(name: str) -> tuple[str, ...]:
         f"dataset.condition={written(condition) if condition else 'null'}",
         *labels,
         "optimizer=host_adamw",
-        "optimizer.compile='off'",
         "steps=2",
     )
 

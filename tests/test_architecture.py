@@ -29,6 +29,7 @@ FLOORS = (
     ("weights", "activations", "microbatches"),
     ("sharing", "files"),
     ("optimizer",),
+    ("speculation",),
     ("modes",),
     ("planning",),
 )

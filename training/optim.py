@@ -20,9 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdamW(HostAdamW):
-    """torch's fused AdamW for parameters on host and device in one model, all updated in `step`.
-
-    Weights are those of `HostAdamW`, with float32 masters; scratch is one tile of float32 gradient.
+    """AdamW for parameters on host and device in one model, all updated in `step`, with the numbers of `HostAdamW`.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer.
@@ -49,9 +47,7 @@ class AdamW(HostAdamW):
             eps=eps,
             weight_decay=weight_decay,
             decay_norms_and_biases=decay_norms_and_biases,
-            master="fp32",
             threads=torch.get_num_threads(),
-            compile="off",
         )
 
 

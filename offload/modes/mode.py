@@ -16,8 +16,8 @@ from offload.files.file_filler import Spans
 from offload.knobs import check_knobs
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation
 from offload.sharing.sharers import NO_SHARERS, Sharers
+from offload.speculation.trials import Speculation
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.torch_private.attachment import Attachment, attaching

@@ -18,10 +18,11 @@ from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
-from offload.optimizer.speculation import Speculation
 from offload.sharing.gather_filler import GatherFiller
 from offload.sharing.sharers import NO_SHARERS, Sharers
 from offload.sharing.slices import cut_for_sharers, slices_of, updated_elements
+from offload.speculation.trials import Speculation
+from offload.speculation.updates import overlapping
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.torch_private.attachment import attaching
@@ -202,7 +203,7 @@ class WeightMode(Mode, ABC):
     def overlap(
         self, optimizer: HostAdamW, early: bool, device_share: int = 0, speculation: Speculation | None = None
     ) -> None:
-        """Hides the updates of `optimizer` behind the step; see `Overlap`.
+        """Hides the updates of `optimizer` behind the step; see `Overlap` and `overlapping`.
 
         Raises KnobError for what does not go together with released gradients. Where processes share the weights, call
         it after `divide`: `device_share` and `speculation` are for this process's slices, and all processes end a step
@@ -213,7 +214,7 @@ class WeightMode(Mode, ABC):
         if self._overlap is not None:
             self._overlap.close()
         processes = self._sharers.count
-        self._overlap = Overlap(optimizer, self._streamer, early, device_share, speculation, processes)
+        self._overlap = overlapping(optimizer, self._streamer, early, device_share, speculation, processes)
         self._streamer.use_updates(self._overlap)
 
     def place_states(self, nbytes: int) -> None:
@@ -231,7 +232,7 @@ class WeightMode(Mode, ABC):
                 for unit in self._streamer.cut.units
                 for tensor in unit.trained
             }
-            optimizer.share(slices, sharers)
+            optimizer.states.share(slices, sharers)
 
     def summed_parameters(self) -> frozenset[nn.Parameter]:
         return self._streamer.gradients.destination.summed_parameters()

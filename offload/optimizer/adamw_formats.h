@@ -10,9 +10,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #define BLOCK 65536
 /* A tile of 8-bit moments is one block of theirs, with a scale of its own. */
@@ -22,7 +19,6 @@
 /* Elements between use and prefetch. A prefetch past the end of a tensor is harmless. */
 #define AHEAD 256
 #define CACHE_LINE 64
-#define MOMENT_NOISE 0x9e3779b9u
 
 #define PASTE(A, B) A##_##B
 #define OF(FORMAT, OPERATION) PASTE(FORMAT, OPERATION)
@@ -31,25 +27,14 @@
   for (uint64_t byte = 0; byte < TILE * sizeof *(POINTER); byte += CACHE_LINE)                                        \
     __builtin_prefetch((const char *)((POINTER) + AHEAD) + byte)
 
-/* Stores whole cache lines past the caches; both addresses are those of lines. */
-static inline void store_past_caches(void *to, const void *from, uint64_t bytes) {
-#ifdef __SSE2__
-  for (uint64_t part = 0; part < bytes / sizeof(__m128i); part++)
-    _mm_stream_si128((__m128i *)to + part, _mm_load_si128((const __m128i *)from + part));
-#else
-  memcpy(to, from, bytes);
-#endif
-}
-
-/* To be called before other threads, or a device, read memory that was stored past the caches. */
-static inline void finish_stores(void) {
-#ifdef __SSE2__
-  _mm_sfence();
-#endif
-}
+#define PREFETCH_TILE(KIND, FROM)                                                                                     \
+  PREFETCH(gradient + (FROM));                                                                                        \
+  if (OF(KIND, HAS_REST)) PREFETCH(rest + (FROM));                                                                    \
+  PREFETCH(weight + (FROM));                                                                                          \
+  PREFETCH(exp_avg + (FROM));                                                                                         \
+  PREFETCH(exp_avg_sq + (FROM))
 
 typedef uint16_t bf16;
-typedef uint8_t code;
 
 static inline uint32_t bits_of(float value) {
   uint32_t bits;
@@ -99,22 +84,15 @@ static inline float change_of(float m, float v, float correction, float eps, flo
   return -step_size * m / (sqrtf(v) / correction + eps);
 }
 
-/* Masters. READ and WRITE are for element i; the new weight goes to out[o]. WRITE_ONLY: the weight is not read. */
+/* Masters. READ and WRITE are for element i. */
 
-typedef float own_rest, fp32_rest;
+typedef float own_rest;
 typedef int16_t compact_rest;
 typedef char stochastic_rest;
-typedef bf16 kahan_rest;
 
 #define own_READ(i) weight[i]
-#define own_WRITE(i, o, value) (out)[o] = (value)
-#define own_WRITE_ONLY 0
+#define own_WRITE(i, value) weight[i] = (value)
 #define own_HAS_REST 0
-
-#define fp32_READ(i) rest[i]
-#define fp32_WRITE(i, o, value) rest[i] = (value), (out)[o] = to_away(value)
-#define fp32_WRITE_ONLY 1
-#define fp32_HAS_REST 1
 
 /* The master's bits are 65536 times the weight's plus the remainder. A negative one under a zero is outdated. */
 static inline float join(bf16 weight, int16_t remainder) {
@@ -123,51 +101,90 @@ static inline float join(bf16 weight, int16_t remainder) {
 }
 static inline int16_t remainder_of(float value) { return value != value ? 0 : (int16_t)bits_of(value); }
 #define compact_READ(i) join(weight[i], rest[i])
-#define compact_WRITE(i, o, value) rest[i] = remainder_of(value), (out)[o] = to_away(value)
-#define compact_WRITE_ONLY 0
+#define compact_WRITE(i, value) rest[i] = remainder_of(value), weight[i] = to_away(value)
 #define compact_HAS_REST 1
 
 #define stochastic_READ(i) load_bf16(weight[i])
-#define stochastic_WRITE(i, o, value) (out)[o] = to_either(value, mix((uint32_t)(first + i) ^ key))
-#define stochastic_WRITE_ONLY 0
+#define stochastic_WRITE(i, value) weight[i] = to_either(value, mix((uint32_t)(first + i) ^ key))
 #define stochastic_HAS_REST 0
 
-/* An error of more than half the distance to the next weight away from zero is that of an overwritten weight. */
-static inline float with_error(bf16 weight, bf16 error) {
-  float value = load_bf16(weight), rest = load_bf16(error), distance = load_bf16((bf16)(weight + 1)) - value;
-  return value + (2 * fabsf(rest) <= fabsf(distance) ? rest : 0);
-}
-#define kahan_READ(i) with_error(weight[i], rest[i])
-#define kahan_WRITE(i, o, value) (out)[o] = to_away(value), rest[i] = to_even((value) - load_bf16(to_away(value)))
-#define kahan_WRITE_ONLY 0
-#define kahan_HAS_REST 1
-
-/* Moments. BEGIN and END surround a tile; `signed_` is 1 for the first moment and 0 for the second. */
+/* Moments. BEGIN and END surround a tile. */
 
 typedef float fp32_moment;
 typedef bf16 bf16_moment;
-typedef code int8_moment;
-
-#if STOCHASTIC_MOMENTS
-#define DRAW(i) mix((uint32_t)(first + i) ^ key ^ MOMENT_NOISE)
-#define ROUNDED(value, noise) to_either(value, noise)
-#else
-#define DRAW(i) 0
-#define ROUNDED(value, noise) to_even(value)
-#endif
+typedef uint8_t int8_moment;
 
 #define fp32_BEGIN(from, to)
-#define fp32_GET(moment, i, from, signed_) moment[i]
-#define fp32_SET(moment, i, from, value, noise) moment[i] = (value)
-#define fp32_KEEP(i, from, draw)
+#define fp32_GET(moment, i, from) moment[i]
+#define fp32_SET(moment, i, from, value) moment[i] = (value)
 #define fp32_END(from, to)
 
 #define bf16_BEGIN(from, to)
-#define bf16_GET(moment, i, from, signed_) load_bf16(moment[i])
-#define bf16_SET(moment, i, from, value, noise) moment[i] = ROUNDED(value, noise)
-#define bf16_KEEP(i, from, draw)
+#define bf16_GET(moment, i, from) load_bf16(moment[i])
+#define bf16_SET(moment, i, from, value) moment[i] = to_even(value)
 #define bf16_END(from, to)
 
 #if QUANTISED
-#include "adamw_codes.h"
+/* Codes of 8 bits, by the tables of native_kernel.py. A tile is one block of theirs, read and written in float32.
+   `kind` is 0 for signed numbers, the first moment, and 1 for unsigned ones, the second. */
+
+#define BINS (LAST_BIN - FIRST_BIN + 1)
+
+/* Of signed numbers, then of unsigned ones. Flat, because gcc gathers from no row of an array. */
+static float maps[2 * 256];
+/* Of positive numbers, negative ones and unsigned ones. A bin holds the magnitudes that begin with the same 16 bits:
+   its upper half is the map's entry at its beginning, the next entry is nearer above its lower half. */
+static int32_t bins[3 * BINS];
+
+void set_maps(const float *all_maps, const int32_t *all_bins) {
+  memcpy(maps, all_maps, sizeof maps);
+  memcpy(bins, all_bins, sizeof bins);
+}
+
+static inline int32_t nearest(float value, int kind) {
+  uint32_t bits = bits_of(value), negative = bits >> 31;
+  int32_t bin = (int32_t)((bits & 0x7fffffff) >> 16) - FIRST_BIN;
+  bin = bin < 0 ? 0 : bin > BINS - 1 ? BINS - 1 : bin;
+  int32_t found = bins[(kind ? 2 : (int32_t)negative) * BINS + bin];
+  int32_t next = (int32_t)(bits & 0xffff) > (found & 0xffff);
+  return (found >> 16) + (negative ? -next : next);
+}
+
+/* Functions of their own: inlined in each of the four updates they would take seconds to compile. */
+static __attribute__((noinline)) void decode(const uint8_t *codes, float scale, float *values, int64_t count,
+                                             int kind) {
+  for (int64_t i = 0; i < count; i++) values[i] = maps[256 * kind + codes[i]] * scale;
+}
+
+/* `largest` has the bits of the largest magnitude. Where a number is not finite, it is not either: the scale is then a
+   NaN, and the codes are those of the torch kernel, which divides by one. 0 / 0 is no number. Codes are narrowed to
+   bytes in a loop of their own: a compiler that meets bytes and floats in one loop takes as many floats at once as
+   bytes fill a register, and runs out of registers. */
+static __attribute__((noinline)) void encode(const float *values, uint32_t largest, uint8_t *codes, float *scale,
+                                             int64_t count, int kind) {
+  int is_finite = largest < 0x7f800000;
+  float divisor = is_finite && largest ? float_of(largest) : 1;
+  int32_t entries[TILE];
+  *scale = float_of(is_finite ? largest : 0x7fc00000);
+  _Pragma("omp simd") for (int64_t i = 0; i < count; i++) {
+    float value = values[i] / divisor;
+    int32_t entry = nearest(value, kind);
+    entry = kind && values[i] > 0 && entry < 1 ? 1 : entry;
+    entries[i] = value != value ? 255 : entry;
+  }
+  for (int64_t i = 0; i < count; i++) codes[i] = (uint8_t)entries[i];
+}
+
+static inline uint32_t larger(uint32_t one, uint32_t other) { return one > other ? one : other; }
+
+#define int8_BEGIN(from, to)                                                                                          \
+  float new_exp_avg[TILE], new_exp_avg_sq[TILE], old_exp_avg[TILE], old_exp_avg_sq[TILE];                             \
+  decode(exp_avg + (from), exp_avg_scale[(from) / TILE], old_exp_avg, (to) - (from), 0);                              \
+  decode(exp_avg_sq + (from), exp_avg_sq_scale[(from) / TILE], old_exp_avg_sq, (to) - (from), 1);
+#define int8_GET(moment, i, from) old_##moment[(i) - (from)]
+#define int8_SET(moment, i, from, value)                                                                              \
+  moment##_largest = larger(moment##_largest, bits_of(value) & 0x7fffffff), new_##moment[(i) - (from)] = (value)
+#define int8_END(from, to)                                                                                            \
+  encode(new_exp_avg, exp_avg_largest, exp_avg + (from), exp_avg_scale + (from) / TILE, (to) - (from), 0);            \
+  encode(new_exp_avg_sq, exp_avg_sq_largest, exp_avg_sq + (from), exp_avg_sq_scale + (from) / TILE, (to) - (from), 1);
 #endif

@@ -2,29 +2,25 @@
 
    Cores take blocks one by one, because in a loop cut into equal shares a core that another thread needs for a while
    would delay the others. Operands are prefetched tile by tile: several streams at once are more than a core's own
-   prefetchers keep filled. A weight that is only written is stored past the caches, whole lines at a time: it need not
-   be read first. */
+   prefetchers keep filled. */
 
 #include "adamw_formats.h"
 
-#define ELEMENTS(KIND, GRADIENT, WEIGHTS, FROM, TO)                                                                   \
+#define ELEMENTS(KIND, GRADIENT, FROM, TO)                                                                            \
   {                                                                                                                   \
-    __typeof__(weight) out = (WEIGHTS);                                                                               \
     uint32_t exp_avg_largest = 0, exp_avg_sq_largest = 0;                                                             \
     OF(MOMENT, BEGIN)(FROM, TO)                                                                                       \
     _Pragma("omp simd reduction(max : exp_avg_largest, exp_avg_sq_largest)")                                          \
     for (int64_t i = FROM; i < TO; i++) {                                                                             \
-      uint32_t draw __attribute__((unused)) = DRAW(i);                                                                \
-      OF(MOMENT, KEEP)(i, FROM, draw)                                                                                 \
       float g = load_##GRADIENT(gradient[i]) * scale;                                                                 \
-      float m = OF(MOMENT, GET)(exp_avg, i, FROM, 1);                                                                 \
-      float v = OF(MOMENT, GET)(exp_avg_sq, i, FROM, 0);                                                              \
+      float m = OF(MOMENT, GET)(exp_avg, i, FROM);                                                                    \
+      float v = OF(MOMENT, GET)(exp_avg_sq, i, FROM);                                                                 \
       m = next_exp_avg(g, m, lerp, towards);                                                                          \
       v = next_exp_avg_sq(g, v, beta2, rest2);                                                                        \
       float value = OF(KIND, READ)(i) * decay + change_of(m, v, correction, eps, step_size);                          \
-      OF(MOMENT, SET)(exp_avg, i, FROM, m, draw);                                                                     \
-      OF(MOMENT, SET)(exp_avg_sq, i, FROM, v, draw >> 16);                                                            \
-      OF(KIND, WRITE)(i, i - (FROM), value);                                                                          \
+      OF(MOMENT, SET)(exp_avg, i, FROM, m);                                                                           \
+      OF(MOMENT, SET)(exp_avg_sq, i, FROM, v);                                                                        \
+      OF(KIND, WRITE)(i, value);                                                                                      \
     }                                                                                                                 \
     OF(MOMENT, END)(FROM, TO)                                                                                         \
   }
@@ -47,28 +43,16 @@
       uint32_t first __attribute__((unused)) = (uint32_t)(first_element + start);                                     \
       WEIGHT *weight = (WEIGHT *)weights + start;                                                                     \
       const GRADIENT *gradient = (const GRADIENT *)gradients + start;                                                 \
-      OF(KIND, rest) *rest = (OF(KIND, rest) *)rests + (OF(KIND, HAS_REST) ? start : 0);                              \
+      OF(KIND, rest) *rest __attribute__((unused)) = (OF(KIND, rest) *)rests + (OF(KIND, HAS_REST) ? start : 0);      \
       OF(MOMENT, moment) *exp_avg = (OF(MOMENT, moment) *)exp_avgs + start;                                           \
       OF(MOMENT, moment) *exp_avg_sq = (OF(MOMENT, moment) *)exp_avg_sqs + start;                                     \
       float *exp_avg_scale __attribute__((unused)) = exp_avg_scales + (QUANTISED ? start / TILE : 0);                 \
       float *exp_avg_sq_scale __attribute__((unused)) = exp_avg_sq_scales + (QUANTISED ? start / TILE : 0);           \
-      int past_caches = OF(KIND, WRITE_ONLY) && (uintptr_t)weight % CACHE_LINE == 0;                                  \
       for (int64_t tile = 0; tile < whole; tile += TILE) {                                                            \
-        PREFETCH(gradient + tile);                                                                                    \
-        if (OF(KIND, HAS_REST)) PREFETCH(rest + tile);                                                                \
-        if (!OF(KIND, WRITE_ONLY)) PREFETCH(weight + tile);                                                           \
-        PREFETCH(exp_avg + tile);                                                                                     \
-        PREFETCH(exp_avg_sq + tile);                                                                                  \
-        if (past_caches) {                                                                                            \
-          WEIGHT line[TILE] __attribute__((aligned(CACHE_LINE)));                                                     \
-          ELEMENTS(KIND, GRADIENT, line, tile, tile + TILE)                                                           \
-          store_past_caches(weight + tile, line, sizeof line);                                                        \
-        } else {                                                                                                      \
-          ELEMENTS(KIND, GRADIENT, weight + tile, tile, tile + TILE)                                                  \
-        }                                                                                                             \
+        PREFETCH_TILE(KIND, tile);                                                                                    \
+        ELEMENTS(KIND, GRADIENT, tile, tile + TILE)                                                                   \
       }                                                                                                               \
-      if (whole < length) ELEMENTS(KIND, GRADIENT, weight + whole, whole, length)                                     \
-      finish_stores();                                                                                                \
+      if (whole < length) ELEMENTS(KIND, GRADIENT, whole, length)                                                     \
     }                                                                                                                 \
   }
 

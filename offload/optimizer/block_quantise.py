@@ -52,11 +52,10 @@ def dequantise(codes: Tensor, scales: Tensor, signed: bool, values: Tensor) -> T
     return values
 
 
-def quantise(values: Tensor, codes: Tensor, scales: Tensor, signed: bool, noise: Tensor | None = None) -> None:
+def quantise(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
     """Writes codes and scales of `values` (float32, flat): the nearest entry of the map.
 
-    With `noise` (int32, the low 16 bits count) it is one of the two nearest, with probabilities that make the mean
-    exact. A NaN or an infinity makes its whole block NaN.
+    A NaN or an infinity makes its whole block NaN.
     """
     count, device = values.numel(), values.device
     blocks = F.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
@@ -66,12 +65,6 @@ def quantise(values: Tensor, codes: Tensor, scales: Tensor, signed: bool, noise:
     # 0 / 0 is no number.
     relative = values / _each(torch.where(scales > 0, scales, 1.0), count)
     found = torch.bucketize(relative, _on(device, midpoints, signed), out_int32=True)
-    if noise is not None:
-        table = _on(device, dynamic_map, signed)
-        lower = (found - (table[found] > relative).int()).clamp_(0, len(table) - 2)
-        width = table[lower + 1] - table[lower]
-        chance = (noise & 0xFFFF).float() * 2.0**-16
-        found = lower + (relative - table[lower] > chance * width).int()
     if not signed:
         found = torch.maximum(found, (values > 0).int())
     codes.copy_(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,11 @@ from torch import Tensor
 from offload.optimizer.formats import MASTER_NAMES, MOMENTS, SCALE, StateFormat
 from offload.optimizer.kernels import UpdateKernel
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.states import WEIGHT, State
+
+# A state's copy of its weight.
+WEIGHT = "weight"
+
+State = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,59 +32,33 @@ class Claim:
     seed: int
 
 
-def update_in_place(
-    claim: Claim, state: State, kernel: UpdateKernel, scale: float, slices: Sequence[range] | None = None
-) -> None:
+def update_in_place(claim: Claim, state: State, kernel: UpdateKernel, scale: float, parts: Iterable[range]) -> None:
     """Updates the claimed parameter and its state, which is beside it; the gradient counts `scale` times.
 
-    `slices`: the elements to update, of a contiguous parameter; None updates all.
+    `parts`: the elements to update, of a contiguous parameter; all of another are updated.
     """
     parameter = claim.parameter
-    if parameter.is_contiguous():
-        _update(claim, state, parameter.detach(), claim.gradient, kernel, scale, slices)
-    else:
+    if not parameter.is_contiguous():
         parameter.data.copy_(update_elsewhere(claim, state, claim.gradient, kernel, scale))
+        return
+    operands = operands_of(claim, state, parameter.detach(), claim.gradient)
+    for part in parts:
+        kernel(operands.part(part), state["step"], claim.hyperparameters, scale)
 
 
-def update_elsewhere(claim: Claim, state: State, gradient: Tensor, kernel: UpdateKernel, scale: float) -> Tensor:
+def update_elsewhere(
+    claim: Claim, state: State, gradient: Tensor, kernel: UpdateKernel, scale: float, start: int = 0
+) -> Tensor:
     """Updates a state that is not beside its parameter, with `gradient`, which is on the device of the state.
 
-    Returns the new weight there: the parameter's shape and dtype. The parameter itself is left as it is.
+    State and gradient are the whole parameter's, or those of a part that begins with element `start`. Returns the new
+    weight there, in the parameter's dtype. The parameter itself is left as it is.
     """
     weight = state.get(WEIGHT)
     if weight is None:
         weight = torch.empty_like(state[MASTER_NAMES[torch.float32]], dtype=claim.parameter.dtype)
-    _update(claim, state, weight, gradient, kernel, scale)
+    kernel(operands_of(claim, state, weight, gradient, start), state["step"], claim.hyperparameters, scale)
     return weight
-
-
-def update_slice(
-    claim: Claim, state: State, start: int, gradient: Tensor, kernel: UpdateKernel, scale: float
-) -> Tensor:
-    """Updates a state of a part of the claimed parameter, from element `start` on, as `update_elsewhere` does all.
-
-    `gradient` is that of the part, 1-D on the device of the state. Returns the new weight of the part there.
-    """
-    weight = state.get(WEIGHT)
-    if weight is None:
-        weight = torch.empty_like(state[MASTER_NAMES[torch.float32]], dtype=claim.parameter.dtype)
-    _update(claim, state, weight, gradient, kernel, scale, start=start)
-    return weight
-
-
-def _update(
-    claim: Claim,
-    state: State,
-    weight: Tensor,
-    gradient: Tensor,
-    kernel: UpdateKernel,
-    scale: float,
-    slices: Sequence[range] | None = None,
-    start: int = 0,
-) -> None:
-    operands = operands_of(claim, state, weight, gradient, start)
-    for piece in [operands] if slices is None else map(operands.part, slices):
-        kernel(piece, state["step"], claim.hyperparameters, scale)
 
 
 def operands_of(claim: Claim, state: State, weight: Tensor, gradient: Tensor, start: int = 0) -> Operands:
@@ -97,7 +75,6 @@ def operands_of(claim: Claim, state: State, weight: Tensor, gradient: Tensor, st
         master=None if master is None else _flat(state[MASTER_NAMES[master]]),
         start=start,
         seed=claim.seed,
-        rounds_moments=claim.format.rounds_moments,
     )
 
 

@@ -40,7 +40,6 @@ class DeviceStates:
         limit_bytes: int,
     ):
         self.units: set[OffloadUnit] = set()
-        self._placed: set[Tensor] = set()
         self._optimizer = optimizer
         self._transfer = transfer
         self._streams = transfer.streams
@@ -59,19 +58,18 @@ class DeviceStates:
         left = budget
         for unit in units:
             parameters = [tensor.host for tensor in unit.trained]
-            left -= optimizer.bytes_to_place(parameters)
+            left -= optimizer.states.bytes_to_place(parameters)
             if left < 0:
                 break
             if not parameters:
                 continue
             self.units.add(unit)
-            self._placed.update(parameters)
-            optimizer.place(parameters, self._streams.device)
-        self._weight_marks = {p: self._mark(p, p) for p in self._placed}
+            optimizer.states.place(parameters, self._streams.device)
+            self._weight_marks |= {parameter: self._mark(parameter, parameter) for parameter in parameters}
 
     def updates(self, tensor: UnitTensor) -> bool:
         """Tells whether the state of a tensor is on the device."""
-        return tensor.host in self._placed
+        return tensor.host in self._weight_marks
 
     def retain(self, tensor: UnitTensor, gradient: PendingFree) -> None:
         """Keeps a gradient of this step, instead of an earlier one; its copy to the host is queued."""
@@ -102,12 +100,12 @@ class DeviceStates:
 
         A gradient that was released is on the device alone.
         """
-        streams, d2h = self._streams, self._streams.d2h
+        streams, d2h, optimizer = self._streams, self._streams.d2h, self._optimizer
         retained = [tensor for tensor in tensors if tensor in self._gradients]
         as_landed = [tensor for tensor in retained if tensor.is_released or self._is_as_landed(tensor)]
         by_parameter = {tensor.host: tensor for tensor in as_landed}
         released = {tensor.host: self._gradients[tensor].tensor for tensor in as_landed if tensor.is_released}
-        claims = self._optimizer.claim(by_parameter, released)
+        claims = optimizer.claim(by_parameter, released)
         if not claims:
             return
         for event in after:
@@ -120,7 +118,7 @@ class DeviceStates:
             streams.reads(d2h, gradient, "update")
             with streams.on(d2h):
                 # Used on this stream alone, the memory of the new weight may be freed before its copy is done.
-                weights = self._optimizer.apply_on_device(claim, gradient.tensor, scale)
+                weights = optimizer.states.update_placed(claim, gradient.tensor, optimizer.kernel_on, scale)
             for home, weight in weights:
                 streams.writes(d2h, unit.weights, "copy out")
                 self._transfer.copy_out(home, weight, done=updated, what=f"new weight of {tensor.name}")
@@ -165,11 +163,11 @@ class DeviceStates:
 
     def _mark(self, tensor: Tensor, parameter: Tensor) -> bytes | None:
         """Returns some elements of a parameter or its gradient; None in a dry run."""
-        return some_elements(tensor, self._optimizer.own_parts(parameter)) if tensor.device.type == "cpu" else None
+        return some_elements(tensor, self._optimizer.states.parts(parameter)) if tensor.device.type == "cpu" else None
 
     def _forget(self) -> None:
         for unit in self._updated:
-            for parameter in self._placed.intersection(tensor.host for tensor in unit.trained):
+            for parameter in self._weight_marks.keys() & {tensor.host for tensor in unit.trained}:
                 self._weight_marks[parameter] = self._mark(parameter, parameter)
         self._updated.clear()
         for gradients in (*self._used.values(), self._used_by_last):

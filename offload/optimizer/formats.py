@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from offload.knobs import one_of
 from offload.optimizer.block_quantise import BLOCK, scales_for
 
 # The tensor beside a bfloat16 weight that makes its master, by `master`.
-MASTER_DTYPES = {"compact": torch.int16, "fp32": torch.float32, "stochastic": None, "kahan": torch.bfloat16}
+MASTER_DTYPES = {"compact": torch.int16, "stochastic": None}
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-ROUNDINGS = ("nearest", "stochastic")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # The name of a state's master tensor, by its dtype.
-MASTER_NAMES = {torch.float32: "master", torch.int16: "remainder", torch.bfloat16: "compensation"}
+MASTER_NAMES = {torch.float32: "master", torch.int16: "remainder"}
 # torch's AdamW would take codes under the name of a moment for its values.
 CODES, SCALE = "{}_codes", "{}_scale"
 
@@ -26,12 +27,10 @@ class StateFormat:
 
     master: str = "compact"
     state_dtype: str = "fp32"
-    state_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         one_of("master", self.master, *MASTER_DTYPES)
         one_of("state_dtype", self.state_dtype, *STATE_DTYPES)
-        one_of("state_rounding", self.state_rounding, *ROUNDINGS)
 
     @property
     def moment_dtype(self) -> torch.dtype:
@@ -42,11 +41,6 @@ class StateFormat:
         """The names of the two moments' tensors in a state."""
         first, second = (CODES.format(name) for name in MOMENTS) if self.state_dtype == "int8" else MOMENTS
         return first, second
-
-    @property
-    def rounds_moments(self) -> bool:
-        """True if moments are rounded stochastically."""
-        return self.state_rounding == "stochastic" and self.moment_dtype != torch.float32
 
     def master_dtype(self, weight: torch.dtype) -> torch.dtype | None:
         """Returns the dtype of the master tensor beside weights of dtype `weight`; None if there is none."""
@@ -73,9 +67,27 @@ class StateFormat:
     @property
     def update_bytes(self) -> float:
         """Bytes of memory traffic that an update of a bfloat16 weight with a bfloat16 gradient takes."""
-        master = self.master_dtype(torch.bfloat16)
-        # A weight beside a float32 master is written and not read.
-        weight = 2 if master == torch.float32 else 4
-        scale = torch.float32.itemsize / BLOCK if self.state_dtype == "int8" else 0
-        moments = 2 * len(MOMENTS) * (self.moment_dtype.itemsize + scale)
-        return 2 + weight + (0 if master is None else 2 * master.itemsize) + moments
+        states = self.nbytes(torch.bfloat16, torch.Size([BLOCK])) - torch.float32.itemsize
+        # All are read and written, but the gradient.
+        return 2 + 2 * (2 + states / BLOCK)
+
+
+def needs_copy(parameter: Tensor, format: StateFormat, placed: bool) -> bool:
+    """Tells whether a state has a copy of the weight: one that kernels can read, which walk memory on one device.
+
+    Beside a float32 master a weight is not read.
+    """
+    return (placed or not parameter.is_contiguous()) and format.master_dtype(parameter.dtype) != torch.float32
+
+
+def state_bytes(parameters: Iterable[Tensor], format: StateFormat = StateFormat(), placed: bool = False) -> int:
+    """Returns the bytes of states beside those of `parameters`, each counted once, that train; meta ones will do.
+
+    `placed`: on a device, as `States.place` puts them there.
+    """
+    total = 0
+    for parameter in dict.fromkeys(parameters):
+        if parameter.requires_grad:
+            total += format.nbytes(parameter.dtype, parameter.shape)
+            total += parameter.nbytes if needs_copy(parameter, format, placed) else 0
+    return total

@@ -1,8 +1,8 @@
 """The AdamW update of a range of one parameter (Loshchilov and Hutter 2019) by torch's kernel, on any device.
 
 `FusedUpdate` is the reference: torch's own kernel on tiles, whose masters and moments are brought to float32 before and
-rounded to their formats after it. `native_kernel` has the C loop that does each format in one pass over memory, and
-`kernel_choice` takes the faster.
+rounded to their formats after it. `kernel_choice` takes faster ones: the C loop of `native_kernel`, and on a GPU that
+of `triton_kernel`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,18 @@ import torch
 from torch import Tensor
 
 from offload.optimizer.block_quantise import dequantise, quantise
-from offload.optimizer.fused_adamw import fused_adamw_
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.rounding import (
-    MOMENT_NOISE,
-    add_compensation,
-    join,
-    noise_key,
-    noise_of,
-    round_stochastically,
-    round_weights,
-    split,
-)
+from offload.optimizer.rounding import join, noise_key, noise_of, round_stochastically, round_weights, split
+from offload.torch_private import torch_internals
 
 # Elements updated at a time. On the host, converted values then stay in the cache, which is three times as fast as a
 # copy of a whole large gradient. A GPU needs larger pieces, and has 64 MiB to spare for scratch.
 HOST_TILE = 1 << 21
 DEVICE_TILE = 1 << 24
+# float32 elements of the longest vectors of a processor that torch uses.
+VECTOR = 16
+# The place of the gradients among the tensors of `fused_adamw_`.
+GRADIENTS = 1
 
 
 class UpdateKernel(Protocol):
@@ -58,6 +53,53 @@ class BlockwiseUpdate(UpdateKernel, Protocol):
     block: int
 
     def supports(self, operands: Operands, hyperparameters: HyperParameters) -> bool: ...
+
+
+def fused_adamw_(
+    masters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    hyperparameters: HyperParameters,
+) -> None:
+    """Updates float32 masters and moments as the kernel under torch.optim.AdamW(fused=True).
+
+    The tensors of one parameter are dense and lie alike in memory. On the host torch rounds what is left behind the
+    last whole vector of a tensor in another way: neither as the C loop does, nor as in a longer range. So it gets whole
+    vectors alone: padded to one, the rest is rounded like the others, whatever the length.
+    """
+    values = masters, gradients, exp_avgs, exp_avg_sqs
+    tails: list[_Tails] = []
+    if masters[0].device.type == "cpu" and any(master.numel() % VECTOR for master in masters):
+        flat = [[tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors] for tensors in values]
+        tails = [_Tails(tensors) for tensors in flat]
+        heads = [
+            [each[: len(each) - len(each) % VECTOR] for each in tensors if len(each) >= VECTOR] for tensors in flat
+        ]
+        of_heads = [step for step, each in zip(steps, flat[0], strict=True) if len(each) >= VECTOR]
+        steps = of_heads + [step for step, each in zip(steps, flat[0], strict=True) if len(each) % VECTOR]
+        values = [[*whole, *tail.padded] for whole, tail in zip(heads, tails, strict=True)]
+    settings = hyperparameters._asdict() | {"amsgrad": False, "maximize": False}
+    torch_internals.fused_adamw_(*values, [], steps, **settings)
+    for number, tail in enumerate(tails):
+        # A gradient is only read: a write would raise its version, as if somebody had changed it.
+        if number != GRADIENTS:
+            tail.write()
+
+
+class _Tails:
+    """What is left behind the last whole vectors of 1-D tensors: `padded` has a copy of each in a vector of its own."""
+
+    def __init__(self, tensors: list[Tensor]):
+        self._places = [tensor[len(tensor) - len(tensor) % VECTOR :] for tensor in tensors if len(tensor) % VECTOR]
+        self.padded = list(torch.zeros(len(self._places), VECTOR))
+        self._copies = [vector[: len(place)] for vector, place in zip(self.padded, self._places, strict=True)]
+        torch_internals.copy_each(self._copies, self._places)
+
+    def write(self) -> None:
+        """Copies the values back."""
+        torch_internals.copy_each(self._places, self._copies)
 
 
 class FusedUpdate:
@@ -125,56 +167,29 @@ def _update_tile(
     if scale != 1:
         gradient.mul_(scale)
     master = _read_master(piece, scratch)
-    moments = [
-        _read_moment(piece.exp_avg, piece.exp_avg_scale, True, "exp_avg", scratch),
-        _read_moment(piece.exp_avg_sq, piece.exp_avg_sq_scale, False, "exp_avg_sq", scratch),
-    ]
+    exp_avg = _read_moment(piece.exp_avg, piece.exp_avg_scale, True, "exp_avg", scratch)
+    exp_avg_sq = _read_moment(piece.exp_avg_sq, piece.exp_avg_sq_scale, False, "exp_avg_sq", scratch)
     # The kernel under torch.optim.AdamW(fused=True), whose wrappers would count a step for each tile.
-    fused_adamw_(
-        [master],
-        [gradient],
-        [moments[0]],
-        [moments[1]],
-        [],
-        [step],
-        **hyperparameters._asdict(),
-        amsgrad=False,
-        maximize=False,
-    )
-    # A key takes more operations than the rest of a small update.
-    key, count = noise_key(piece.seed, step) if piece.takes_noise else None, piece.weight.numel()
-    noises = (None, None)
-    if piece.rounds_moments:
-        bits = noise_of(key, piece.start, count, MOMENT_NOISE)
-        noises = (bits, bits >> 16)
-    _write_moment(moments[0], piece.exp_avg, piece.exp_avg_scale, True, noises[0])
-    _write_moment(moments[1], piece.exp_avg_sq, piece.exp_avg_sq_scale, False, noises[1])
-    _write_master(master, piece, key)
+    fused_adamw_([master], [gradient], [exp_avg], [exp_avg_sq], [step], hyperparameters)
+    _write_moment(exp_avg, piece.exp_avg, piece.exp_avg_scale, True)
+    _write_moment(exp_avg_sq, piece.exp_avg_sq, piece.exp_avg_sq_scale, False)
+    if piece.takes_noise:
+        noise = noise_of(noise_key(piece.seed, step), piece.start, piece.weight.numel())
+        round_stochastically(master, noise, piece.weight)
+    elif piece.master is not None and piece.master.dtype == torch.int16:
+        split(master, piece.weight, piece.master)
+    elif piece.master is not None:
+        round_weights(master, piece.weight)
 
 
 def _read_master(piece: Operands, scratch: _Scratch) -> Tensor:
     """Returns the master in float32: the operand itself, or scratch."""
     weight, master = piece.weight, piece.master
     if master is None:
-        return weight if weight.dtype == torch.float32 else scratch.float32("master", weight)
+        return scratch.float32("master", weight) if piece.takes_noise else weight
     if master.dtype == torch.float32:
         return master
-    if master.dtype == torch.int16:
-        return join(weight, master, scratch.tile("master", weight.numel()))
-    return add_compensation(scratch.float32("master", weight), master)
-
-
-def _write_master(values: Tensor, piece: Operands, key: Tensor | None) -> None:
-    weight, master = piece.weight, piece.master
-    if master is None:
-        if weight.dtype == torch.bfloat16:
-            round_stochastically(values, noise_of(key, piece.start, weight.numel()), weight)
-    elif master.dtype == torch.int16:
-        split(values, weight, master)
-    else:
-        round_weights(values, weight)
-        if master.dtype != torch.float32:
-            master.copy_(values.sub_(weight))
+    return join(weight, master, scratch.tile("master", weight.numel()))
 
 
 def _read_moment(stored: Tensor, scales: Tensor | None, signed: bool, name: str, scratch: _Scratch) -> Tensor:
@@ -185,11 +200,8 @@ def _read_moment(stored: Tensor, scales: Tensor | None, signed: bool, name: str,
     return dequantise(stored, scales, signed, scratch.tile(name, stored.numel()))
 
 
-def _write_moment(values: Tensor, stored: Tensor, scales: Tensor | None, signed: bool, noise: Tensor | None) -> None:
+def _write_moment(values: Tensor, stored: Tensor, scales: Tensor | None, signed: bool) -> None:
     if scales is not None:
-        quantise(values, stored, scales, signed, noise)
+        quantise(values, stored, scales, signed)
     elif stored.dtype != torch.float32:
-        if noise is None:
-            stored.copy_(values)
-        else:
-            round_stochastically(values, noise, stored)
+        stored.copy_(values)

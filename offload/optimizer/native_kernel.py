@@ -22,15 +22,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offload.optimizer.block_quantise import dynamic_map, midpoints
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernels import FusedUpdate
-from offload.optimizer.native_codes import FIRST_BIN, GUESS_BEGINS, LAST_BIN, set_maps
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import noise_key
 
 # Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
 # be vectorised.
 FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+SOURCE = Path(__file__).with_name("adamw_kernel.c")
+# A magnitude is looked up by its first 16 bits, from 2^-23 to 1.
+FIRST_BIN, LAST_BIN = 0x3400, 0x3F80
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +51,8 @@ class NativeLibrary:
         master = None if operands.master is None else operands.master.dtype
         return (
             weight.device.type == "cpu"
-            and weight.dtype in (torch.float32, torch.bfloat16)
-            and operands.gradient.dtype in (torch.float32, torch.bfloat16)
+            and {weight.dtype, operands.gradient.dtype} <= {torch.float32, torch.bfloat16}
             and operands.exp_avg.dtype == format.moment_dtype
-            and operands.rounds_moments == format.rounds_moments
             and master == format.master_dtype(weight.dtype)
         )
 
@@ -133,37 +134,58 @@ def factors(hyperparameters: HyperParameters, step: Tensor) -> tuple[float, ...]
 
 
 @functools.cache
-def native_library(
-    format: StateFormat, source: str = "adamw_kernel.c", definitions: tuple[str, ...] = ()
-) -> NativeLibrary | None:
-    """Compiles `source`, of this folder, for this processor and these formats and loads it, once a process each.
+def native_library(format: StateFormat, source: Path = SOURCE, *definitions: str) -> NativeLibrary | None:
+    """Compiles `source` for this processor and these formats and loads it, once a process each.
 
     `definitions` are further options of the compiler. Returns None where that fails. The compiler is $CC, else the
     first of cc, gcc and clang. Nothing is left on disk.
     """
-    path = Path(__file__).with_name(source)
     names = [os.environ.get("CC"), "cc", "gcc", "clang"]
     compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None:
-        logger.info("no C compiler found: AdamW takes torch's fused kernel, about half as fast")
+        logger.info("no C compiler found: AdamW takes torch's fused kernel, about a tenth as fast")
         return None
-    options = [f"-DMASTER={format.master}", f"-DMOMENT={format.state_dtype}"]
-    options += [
-        f"-DSTOCHASTIC_MOMENTS={int(format.rounds_moments)}",
-        f"-DQUANTISED={int(format.state_dtype == 'int8')}",
-    ]
-    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", f"-DGUESS_BEGINS={GUESS_BEGINS}", *definitions]
+    options = [f"-I{SOURCE.parent}", f"-DMASTER={format.master}", f"-DMOMENT={format.state_dtype}"]
+    options += [f"-DQUANTISED={int(format.state_dtype == 'int8')}"]
+    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", *definitions]
     try:
         # Where no directory for temporary files can be written, this raises OSError.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             target = Path(folder) / "adamw.so"
-            command = [compiler, *FLAGS, *options, "-o", str(target), str(path), "-lm"]
+            command = [compiler, *FLAGS, *options, "-o", str(target), str(source), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=60)
             library = NativeLibrary(ctypes.CDLL(str(target)), format)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.info("%s cannot make %s: torch's operations take its place, about half as fast", compiler, source)
+        logger.info(
+            "%s cannot make %s: torch's operations take its place, about a tenth as fast", compiler, source.name
+        )
         logger.debug("the compiler's error: %s", getattr(error, "stderr", None) or error)
         return None
     if format.state_dtype == "int8":
-        set_maps(library.functions, format.rounds_moments)
+        # Held by a name until the call has returned: addresses keep no tensor alive.
+        tables = torch.cat([dynamic_map(True), dynamic_map(False)]), bins()
+        library.functions.set_maps(*(ctypes.c_void_p(table.data_ptr()) for table in tables))
     return library
+
+
+def bins() -> Tensor:
+    """Returns the bins of positive, negative and unsigned numbers, one after the other, as int32."""
+    signed, unsigned = midpoints(True), midpoints(False)
+    return torch.cat([_bins(signed, 1), _bins(signed, -1), _bins(unsigned, 1)])
+
+
+def _bins(middles: Tensor, sign: int) -> Tensor:
+    """Returns for each bin of magnitudes the entry of the map at its beginning and the last number that it is for.
+
+    A bin holds the numbers of this sign whose magnitudes begin with the same 16 bits, and at most one of `middles`. The
+    entry is in the upper half of an int32, the low 16 bits of the last number in the lower: all of them, where no
+    midpoint lies in the bin.
+    """
+    beginnings = (torch.arange(FIRST_BIN, LAST_BIN + 1, dtype=torch.int32) << 16).view(torch.float32)
+    entries = torch.bucketize(sign * beginnings, middles, out_int32=True)
+    last = torch.full_like(entries, 0xFFFF)
+    bits = (sign * middles)[sign * middles > 0].view(torch.int32)
+    # A midpoint belongs to the lower entry, which of negative numbers is the one behind it.
+    bits = bits if sign > 0 else bits - 1
+    last[(bits >> 16) - FIRST_BIN] = bits & 0xFFFF
+    return entries << 16 | last

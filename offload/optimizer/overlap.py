@@ -1,20 +1,18 @@
 """Updates a model's units while its steps run: on a worker thread of the host, or on the device.
 
 A unit's update begins inside backward when its gradients are final (`early`), or else in `optimizer.step`, and may last
-into the next forward. Streaming waits for it before the unit is copied in again, and for nothing else. With a
-`Speculation` it begins inside backward as well, and is undone if its gradients turn out not to count in full.
+into the next forward. Streaming waits for it before the unit is copied in again, and for nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.deferral import BEGUN
+from offload.optimizer.adamw import BEGUN, HostAdamW
+from offload.optimizer.claims import Claim
 from offload.optimizer.device_states import DeviceStates
-from offload.optimizer.speculation import Decision, Speculation, SpeculativeUpdates
-from offload.optimizer.worker import UpdateWorker
+from offload.optimizer.worker import UnitUpdate, UpdateWorker
 from offload.streams.counters import Counters
 from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal
@@ -36,52 +34,38 @@ class Overlap:
     there, all others on the worker. `early`: a unit's update may begin when its gradients of the last microbatch have
     landed, if in the step before each landed there once; else the optimizer's `step` starts it. A change to settings (a
     learning rate set by hand between backward and that `step`) then comes too late for updates that have begun.
-    `state_dict` and `load_state_dict` of the model and the optimizer wait for the updates.
-
-    `speculation`: updates may begin inside backward although not `early`, unless the optimizer has speculate=off. All
-    that is seen between backward and `step` is as if none had begun, but for parameters and states that are looked at
-    without `state_dict` or `finish`. Units with states on the device wait for `step`. Raises KnobError for states whose
-    updates cannot be undone, and RuntimeError for an optimizer that another overlap has.
+    `state_dict` and `load_state_dict` of the model and the optimizer wait for the updates. Raises RuntimeError for an
+    optimizer that another overlap has.
     """
 
-    def __init__(
-        self,
-        optimizer: HostAdamW,
-        streamer: WeightStreamer,
-        early: bool,
-        device_share: int = 0,
-        speculation: Speculation | None = None,
-        processes: int = 1,
-    ):
+    def __init__(self, optimizer: HostAdamW, streamer: WeightStreamer, early: bool, device_share: int = 0):
         if optimizer.is_deferred:
             raise RuntimeError(
                 "a mode makes the updates of this optimizer already: give each model that is attached an optimizer of"
                 " its own, or detach the other mode first"
             )
-        self._speculative = None
-        if speculation is not None and not early and optimizer.speculate != "off":
-            self._speculative = SpeculativeUpdates(optimizer, speculation, processes)
-        self.early = early or self._speculative is not None
+        self.early = early
         self._optimizer = optimizer
         self._streamer = streamer
         self._units = streamer.cut.units
-        self._transfer = streamer.transfer
         self._first_use = streamer.prefetcher.first_use
-        self._limit_bytes = streamer.gradients.limit_bytes
-        self._worker = UpdateWorker(optimizer, streamer.transfer.streams, self._first_use, self._speculative)
+        self._worker = UpdateWorker(streamer.transfer.streams)
         optimizer.leave_cores(BUSY_CORES if self.early else LAUNCHING_CORES)
-        self._device = DeviceStates(self._units, optimizer, self._transfer, device_share, self._limit_bytes)
-        self._hooks: list[OwnHook] = []
-        for window in streamer.cut.windows:
-            module = window.module
-            for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
-                self._hooks.append(OwnHook(module, register, lambda *_: self.finish()))
+        self._device = self._placed(device_share)
+        self._hooks = [
+            OwnHook(window.module, register, lambda *_: self.finish())
+            for window in streamer.cut.windows
+            for register in (
+                window.module.register_state_dict_pre_hook,
+                window.module.register_load_state_dict_pre_hook,
+            )
+        ]
         optimizer.defer_to(self)
 
     def place_states(self, nbytes: int) -> None:
         """Keeps the states of the first units that fit into `nbytes` on the device from now on; between steps."""
         self.finish()
-        self._device = DeviceStates(self._units, self._optimizer, self._transfer, nbytes, self._limit_bytes)
+        self._device = self._placed(nbytes)
 
     # Called by the optimizer.
 
@@ -92,49 +76,29 @@ class Overlap:
         than 1 where updates have begun without it.
         """
         self._streamer.check_weights_may_change()
-        if scale != 1.0 and self._speculative is None and self._optimizer.has_begun:
+        if scale != 1.0 and self._optimizer.has_begun:
             raise RuntimeError(f"step(scale={scale:g}): {BEGUN}")
         # Those of a `step` just before, without a step of the mode between: what `step` itself updates may be theirs.
         self._device.finish()
         self._device.notice_writes()
-        if self._speculative is not None:
-            undecided = self._worker.undecided_claims
-            self._optimizer.release(undecided)
-            # Claimed anew, with the gradients and the settings of now.
-            claims = self._optimizer.claim([claim.parameter for claim in undecided])
-            self._worker.decide(Decision(scale, {claim.parameter: claim for claim in claims}))
-            self._speculative.end_step(is_clipped=scale != 1.0)
         # The worker's first: it takes the longest, and to queue those of the device takes the host's time.
         for unit in sorted(self._units, key=lambda unit: (self.keeps_gradients(unit), self._first_use(unit))):
             self._offer(unit, unit.trained, scale)
 
     def skip(self) -> None:
-        """Undoes the speculative updates of this step."""
-        self.take_back()
-        if self._speculative is not None:
-            self._speculative.end_step(is_clipped=True)
+        """Leaves the updates that have begun."""
 
     def finish(self) -> None:
-        """Waits for the updates that are under way; afterwards the weights at home are final.
-
-        Between backward and `step` that undoes the speculative ones, which `step` makes then.
-        """
-        self.take_back()
+        """Waits for the updates that are under way; afterwards the weights at home are final."""
         self._worker.finish()
         self._device.finish()
 
     # Called by the streamer; see `Updates`.
 
     def begin_step(self) -> None:
-        """Raises RuntimeError where updates of the last step have begun, and frees gradients that it left unused.
-
-        Speculative ones of a step that nothing has ended are undone: its gradients are added to.
-        """
+        """Raises RuntimeError where updates of the last step have begun, and frees gradients that it left unused."""
         for unit in self._units:
             unit.has_begun_updates = False
-        if self._speculative is not None:
-            self.take_back()
-            self._speculative.begin_step()
         if self._optimizer.has_begun:
             raise RuntimeError(
                 "updates of the last step have begun: end it with optimizer.step() or optimizer.skip(), which leaves"
@@ -144,8 +108,6 @@ class Overlap:
 
     def before_onload(self, unit: OffloadUnit) -> None:
         """Blocks the host for the worker's updates of the unit; h2d waits for those on the device."""
-        if self._worker.is_undecided(unit):
-            self.take_back()
         self._worker.wait(unit)
         self._device.before_onload(unit)
 
@@ -174,30 +136,18 @@ class Overlap:
         """Starts the updates by final gradients. Returns what is set when the worker has read a released one."""
         unit.has_begun_updates = True
         if isinstance(released, RingBlock):
-            return self._worker.offer(unit, tensors, after=after, released=released)
-        if self._speculative is None:
-            self._offer(unit, tensors, after=after)
-        elif self._speculative.goes_on and unit not in self._device.units:
-            self._worker.offer(unit, tensors, after=after, is_undecided=True)
+            parameter = tensors[0].host
+            claims = self._optimizer.claim([parameter], {parameter: released.tensor})
+            return self._queue(unit, tensors, after, partial(self._apply, claims), [released]) if claims else None
+        self._offer(unit, tensors, after=after)
         return None
 
     def take_back(self) -> bool:
-        """Undoes the speculative updates of this step, and makes no more; those that count for sure stay."""
-        if self._speculative is None:
-            return False
-        undecided = self._worker.undecided_units
-        if undecided:
-            self._optimizer.release(self._worker.undecided_claims)
-            self._worker.decide(Decision())
-            self._speculative.take_back()
-            for unit in undecided:
-                self._worker.wait(unit)
-        return True
+        """Returns False: no update is undone."""
+        return False
 
     def abandon_step(self) -> None:
-        """Takes back, too. Where that fails, the next wait for the worker raises the worker's error."""
-        with suppress(Exception):
-            self.take_back()
+        """Does nothing: no update is undone."""
 
     def end_step(self) -> None:
         """Forgets the ends of updates on the device, which are past."""
@@ -210,9 +160,8 @@ class Overlap:
     def close(self) -> None:
         """Makes the updates that were offered, and gives the optimizer and the model back.
 
-        Undoes those on which `step` has not decided. At its end raises an error that nobody has got yet.
+        At its end raises an error that nobody has got yet.
         """
-        self.abandon_step()
         self._worker.close()
         self._device.finish()
         self._optimizer.defer_to(None)
@@ -224,5 +173,27 @@ class Overlap:
     def _offer(
         self, unit: OffloadUnit, tensors: Sequence[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
     ) -> None:
-        updates = self._device if unit in self._device.units else self._worker
-        updates.offer(unit, tensors, scale, after)
+        if self.keeps_gradients(unit):
+            self._device.offer(unit, tensors, scale, after)
+        elif claims := self._optimizer.claim([tensor.host for tensor in tensors]):
+            self._queue(unit, tensors, after, partial(self._apply, claims, scale))
+
+    def _queue(
+        self,
+        unit: OffloadUnit,
+        tensors: Sequence[UnitTensor],
+        after: Sequence[Event],
+        make: Callable[[], int],
+        read: Sequence[RingBlock] | None = None,
+    ) -> Signal:
+        """Has the worker make an update of these tensors when their gradients have landed and `after` is past."""
+        landed = [tensor.landed for tensor in tensors if tensor.landed is not None]
+        return self._worker.offer(UnitUpdate(unit, read or tensors, [*landed, *after], self._first_use(unit), make))
+
+    def _apply(self, claims: list[Claim], scale: float = 1.0) -> int:
+        self._optimizer.apply(claims, scale)
+        return sum(claim.parameter.numel() for claim in claims)
+
+    def _placed(self, nbytes: int) -> DeviceStates:
+        streamer = self._streamer
+        return DeviceStates(self._units, self._optimizer, streamer.transfer, nbytes, streamer.gradients.limit_bytes)

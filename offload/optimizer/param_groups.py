@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.optimizer.operands import HyperParameters, check_hyperparameters
+from offload.errors import KnobError
+from offload.knobs import in_range
+from offload.optimizer.operands import HyperParameters
 
 # Keys of torch's AdamW that change the arithmetic, and the one value of each that the update here computes.
 COMPUTED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_hyperparameters(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:
+    """Raises KnobError for a value out of range."""
+    in_range("lr", lr, at_least=0)
+    # Less is 0 in float32, in which updates are computed: 0 / 0 where a gradient is 0.
+    in_range("eps", eps, at_least=1e-45)
+    in_range("weight_decay", weight_decay, at_least=0)
+    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise KnobError("betas", list(betas), "must be two numbers, at least 0 and below 1")
 
 
 def check_group(group: dict[str, Any]) -> None:

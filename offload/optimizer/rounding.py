@@ -1,13 +1,13 @@
 """Rounds float32 to bfloat16: to nearest, exactly with a remainder, or stochastically with noise from a counter.
 
-Every master format rounds weights to nearest, ties away from zero. So the float32 master is, as an integer of 32 bits,
+Weights beside a master are rounded to nearest, ties away from zero. So the float32 master is, as an integer of 32 bits,
 65536 times the bfloat16 weight plus a signed remainder of 16 bits, and no pattern is ambiguous. (Ties to even would
 leave one: a low half of 0x8000 under an even weight.) The remainders are those of NVIDIA Apex
 (`store_param_remainders` of its DistributedFusedAdam).
 
-Noise is a hash of seed, parameter, step and element, so it depends neither on the order of updates nor on how they are
-cut: the generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), the hash is
-Wellons' lowbias32. The elements of a parameter beyond 2^32 repeat the noise of the first.
+Noise is a hash of parameter, step and element, so it depends neither on the order of updates nor on how they are cut:
+the generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), the hash is Wellons'
+lowbias32. The elements of a parameter beyond 2^32 repeat the noise of the first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch import Tensor
 
 # The halves of an integer of 32 bits, in the order in which memory has them.
 LOW, HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
-# Separates the noise of moments from that of weights.
-MOMENT_NOISE = 0x9E3779B9
 
 
 def round_weights(values: Tensor, weight: Tensor) -> None:
@@ -56,16 +54,6 @@ def join(weight: Tensor, remainder: Tensor, values: Tensor) -> Tensor:
     return values
 
 
-def add_compensation(values: Tensor, compensation: Tensor) -> Tensor:
-    """Adds its rounding error `compensation` (bfloat16) to each bfloat16 weight in `values` (float32), in place.
-
-    An error of more than half the distance to the next bfloat16 away from zero is that of another weight, which
-    somebody has overwritten since: it counts as zero.
-    """
-    distance = (values.view(torch.int32) + 0x10000).view(torch.float32).sub_(values).abs_()
-    return values.add_(torch.where(compensation.abs() * 2 <= distance, compensation, 0))
-
-
 def round_stochastically(values: Tensor, noise: Tensor, rounded: Tensor) -> None:
     """Rounds float32 `values` into bfloat16 `rounded`, up or down with probabilities that make the mean exact.
 
@@ -76,10 +64,9 @@ def round_stochastically(values: Tensor, noise: Tensor, rounded: Tensor) -> None
     rounded.masked_fill_(values.isnan(), float("nan"))
 
 
-def noise_seed(seed: int, number: int) -> int:
+def noise_seed(number: int) -> int:
     """Returns the seed of a parameter's noise, an int32; `number` is the parameter's place in its optimizer."""
-    mixed = _mix(torch.tensor(_int32(seed), dtype=torch.int32)) ^ _int32(number)
-    return int(_mix(mixed))
+    return int(_mix(torch.tensor(number, dtype=torch.int32)))
 
 
 def noise_key(seed: int, step: Tensor) -> Tensor:
@@ -87,13 +74,10 @@ def noise_key(seed: int, step: Tensor) -> Tensor:
     return _mix(step.to(torch.int32) ^ seed)
 
 
-def noise_of(key: Tensor, start: int, count: int, stream: int = 0) -> Tensor:
-    """Returns int32 [count] on the key's device: 32 random bits for each element from `start` on.
-
-    Each `stream` is independent of the others.
-    """
+def noise_of(key: Tensor, start: int, count: int) -> Tensor:
+    """Returns int32 [count] on the key's device: 32 random bits for each element from `start` on."""
     index = torch.arange(count, dtype=torch.int32, device=key.device).add_(_int32(start))
-    return _mix(index.bitwise_xor_(key).bitwise_xor_(_int32(stream)))
+    return _mix(index.bitwise_xor_(key))
 
 
 def _mix(bits: Tensor) -> Tensor:

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from offload.memory.host_memory import HostArena
 from offload.optimizer.block_quantise import BLOCK
-from offload.optimizer.claims import Claim
-from offload.optimizer.formats import MASTER_NAMES, StateFormat
+from offload.optimizer.claims import WEIGHT, Claim, State, update_elsewhere
+from offload.optimizer.formats import MASTER_NAMES, StateFormat, needs_copy, state_bytes
 from offload.optimizer.kernels import UpdateKernel
-from offload.optimizer.placed_slices import STEP, PlacedSlices, bytes_of_slices, part_of
-from offload.optimizer.states import State
 from offload.sharing.shared_memory import in_pages, share_memory
 from offload.sharing.sharers import Sharers, meet
 
-MASTER = MASTER_NAMES[torch.float32]
+MASTER, STEP = MASTER_NAMES[torch.float32], "step"
 
 
 class SharedStates:
@@ -45,7 +43,7 @@ class SharedStates:
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._slices
 
-    def slices(self, parameter: Tensor) -> Sequence[range]:
+    def parts(self, parameter: Tensor) -> Sequence[range]:
         """Returns this process's ranges of a shared parameter, in elements of its flat form."""
         return self._slices[parameter]
 
@@ -110,9 +108,10 @@ class SharedStates:
 
     def bytes_to_place(self, parameter: Tensor) -> int:
         """Returns the bytes that the states of this process's slices take on a device."""
-        return bytes_of_slices(parameter, self._slices[parameter], self._format)
+        parts = (torch.empty(len(part), dtype=parameter.dtype, device="meta") for part in self._slices[parameter])
+        return state_bytes((part.requires_grad_(parameter.requires_grad) for part in parts), self._format, placed=True)
 
-    def place(self, parameter: Tensor, device: torch.device) -> None:
+    def place(self, parameter: Tensor, state: State, device: torch.device) -> None:
         """Places this process's slices of a parameter on `device`, where they are updated from now on."""
         if parameter not in self._placed:
             self._placed[parameter] = PlacedSlices(parameter, self._slices[parameter], self._format, device)
@@ -151,3 +150,79 @@ class SharedStates:
             # Each process counts its updates.
             if name != STEP:
                 yield name, kind
+
+
+class PlacedSlices:
+    """The states of a process's `slices` of one parameter on its `device`, where they are updated.
+
+    They are made from those at home by the first update. At home, in the memory that all sharers map, they are older
+    from then on, until `copy_home`; they have their room there all the same, because a checkpoint needs it. A weight
+    that this process has written since the last update counts as it is then, as in `OwnStates`; what another process
+    writes is not seen.
+    """
+
+    def __init__(self, parameter: Tensor, slices: Sequence[range], format: StateFormat, device: torch.device):
+        self.device = device
+        self._parameter = parameter
+        self._slices = slices
+        self._copies_weight = needs_copy(parameter, format, placed=True)
+        self._states: list[State] = []
+        # Autograd's version counter of the parameter when the copies of the weight were last equal to it.
+        self._version: int | None = None
+
+    def update(
+        self, claim: Claim, home: State, gradient: Tensor, kernel: UpdateKernel, scale: float
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Updates the states with `gradient`, which has the slices one behind the other, on the current stream.
+
+        `home` is the whole state at home, whose `step` counts this update already, as the parameter's version does.
+        Returns for each slice its place at home and its new weight on the device, both 1-D.
+        """
+        if not self._states:
+            self._states = [self._made(home, part) for part in self._slices]
+        self._renew_weights()
+        pairs, places = [], self._parameter.data.view(-1)
+        gradients = gradient.split([len(part) for part in self._slices])
+        for part, state, own in zip(self._slices, self._states, gradients, strict=True):
+            # A number of the host, so that nobody waits for a copy.
+            state[STEP] = torch.full((), home[STEP].item(), dtype=torch.float32, device=self.device)
+            weight = update_elsewhere(claim, state, own, kernel, scale, part.start)
+            pairs.append((places[part.start : part.stop], weight))
+        return pairs
+
+    def copy_home(self, home: State) -> None:
+        """Copies the states into those at home. No update is under way."""
+        for part, state in zip(self._slices, self._states, strict=False):
+            for name, tensor in state.items():
+                if name not in (STEP, WEIGHT):
+                    part_of(home[name], self._parameter, part).copy_(tensor)
+
+    def forget(self) -> None:
+        """Drops the states: the next update makes them from those at home."""
+        self._states, self._version = [], None
+
+    def _made(self, home: State, part: range) -> State:
+        return {
+            name: part_of(tensor, self._parameter, part).to(self.device, copy=True)
+            for name, tensor in home.items()
+            if name != STEP
+        }
+
+    def _renew_weights(self) -> None:
+        # This update has raised the version by one.
+        if self._copies_weight and self._version != self._parameter._version - 1:
+            weights = self._parameter.data.view(-1)
+            for part, state in zip(self._slices, self._states, strict=True):
+                state[WEIGHT] = weights[part.start : part.stop].to(self.device, copy=True)
+        self._version = self._parameter._version
+
+
+def part_of(tensor: Tensor, parameter: Tensor, part: range) -> Tensor:
+    """Returns a flat view of what a tensor of the parameter's state has for these elements: numbers, or their scales.
+
+    In a format with scales the range begins with a block of 256.
+    """
+    flat = tensor.view(-1)
+    if len(flat) != parameter.numel():
+        return flat[part.start // BLOCK : -(-part.stop // BLOCK)]
+    return flat[part.start : part.stop]

@@ -1,23 +1,20 @@
-"""The states of AdamW in a state dict: written in torch's layout, checked against the model when read."""
+"""The states of AdamW in a state dict: written in torch's layout, read in any format and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.optimizer.block_quantise import scales_for
-from offload.optimizer.conversions import COMPENSATION, in_format, moment_names_of
-from offload.optimizer.formats import MASTER_NAMES, MOMENTS, SCALE, StateFormat
+from offload.optimizer.block_quantise import dequantise, quantise, scales_for
+from offload.optimizer.claims import WEIGHT, State
+from offload.optimizer.formats import CODES, MASTER_NAMES, MOMENTS, SCALE, StateFormat
 from offload.optimizer.param_groups import check_settings
-from offload.optimizer.states import WEIGHT, State
 
-# A compensation is written as bits: torch's AdamW would carry along bfloat16 beside a bfloat16 parameter unseen, while
-# it makes numbers of bits.
-WRITTEN_AS = {name: torch.int16 if name == COMPENSATION else dtype for dtype, name in MASTER_NAMES.items()}
+MASTER = MASTER_NAMES[torch.float32]
 
 
 def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
@@ -25,8 +22,7 @@ def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -
     groups.
 
     torch's fused kernels walk memory and expect that. States of contiguous parameters are not copied. Copies of weights
-    are left out. Compensations are the bits of bfloat16 (int16), which torch's AdamW makes other numbers of. It takes
-    no moments in 8 bits: it ends at its first step.
+    are left out. torch's AdamW takes no moments in 8 bits: it ends at its first step.
     """
     states = {
         index: {name: tensor for name, tensor in state.items() if name != WEIGHT}
@@ -35,9 +31,6 @@ def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -
     for index, parameter in enumerate(parameters):
         if index in states and not parameter.is_contiguous():
             states[index] = {name: _laid_out(tensor, parameter) for name, tensor in states[index].items()}
-    for state in states.values():
-        if COMPENSATION in state:
-            state[COMPENSATION] = state[COMPENSATION].view(WRITTEN_AS[COMPENSATION])
     return {**state_dict, "state": states}
 
 
@@ -74,9 +67,6 @@ def states_to_load(
 ) -> dict[Tensor, State]:
     """Returns the states in `state_dict`, of this AdamW in any format or torch's, by parameter, in `format`.
 
-    A master is left out where it is redundant or outdated: a float32 parameter is its own master, and torch's AdamW
-    rounds the master of another to the parameter's dtype and does not update it.
-
     Raises ValueError where a state is missing, its shape is not that of its parameter, or a setting is not supported.
     """
     for group in state_dict["param_groups"]:
@@ -100,15 +90,65 @@ def states_to_load(
         for name, tensor in states.items():
             _check_shape(name, tensor, index, parameter)
         states["step"] = states["step"].reshape(()).float()
-        for dtype, name in MASTER_NAMES.items():
-            if name in states:
-                if parameter.dtype == torch.float32 or states[name].dtype != WRITTEN_AS[name]:
-                    del states[name]
-                else:
-                    states[name] = states[name].view(dtype)
-        states = in_format(states, parameter, format)
-        found[parameter] = states
+        found[parameter] = in_format(states, parameter, format)
     return found
+
+
+def moment_names_of(state: Container[str]) -> tuple[str, str]:
+    """Returns the names that the moments have in `state`: those of codes where it has codes."""
+    first, second = (CODES.format(name) if CODES.format(name) in state else name for name in MOMENTS)
+    return first, second
+
+
+def in_format(state: State, weight: Tensor, format: StateFormat) -> State:
+    """Returns a state of any format in `format`; tensors that fit already are the same, without a copy.
+
+    `weight` is the parameter. What makes its master is kept where the format has such a tensor, in this dtype, and else
+    left out: torch's AdamW rounds the master of a parameter to its dtype and does not update it.
+    """
+    found = {"step": state["step"]}
+    for moment, name, wanted in zip(MOMENTS, moment_names_of(state), format.moment_names, strict=True):
+        scale, signed = SCALE.format(moment), moment == MOMENTS[0]
+        if name == wanted != moment:
+            found[name], found[scale] = state[name], state[scale]
+        elif wanted != moment:
+            found[wanted], found[scale] = _codes(state[name], signed)
+        else:
+            values = state[name] if name == moment else _values(state[name], state[scale], signed)
+            found[moment] = values.to(format.moment_dtype)
+    dtype = format.master_dtype(weight.dtype)
+    if dtype is not None and (name := MASTER_NAMES[dtype]) in state and state[name].dtype == dtype:
+        found[name] = state[name]
+    return found
+
+
+def copy_state(state: State, into: State, parameter: Tensor, format: StateFormat) -> None:
+    """Copies a state of any format into that of `parameter`, which has `format` and all its tensors.
+
+    The parameter has the values that belong to the state; where that has no master, they are it.
+    """
+    found = in_format(state, parameter, format)
+    for name, tensor in into.items():
+        if name in found:
+            tensor.copy_(found[name])
+        elif name in (WEIGHT, MASTER):
+            tensor.copy_(parameter)
+        else:
+            tensor.zero_()
+
+
+def _values(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    flat = codes.contiguous().view(-1)
+    values = torch.empty(flat.shape, dtype=torch.float32, device=codes.device)
+    return dequantise(flat, scales, signed, values).view(codes.shape)
+
+
+def _codes(moment: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    flat = moment.contiguous().view(-1).float()
+    codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
+    scales = torch.empty(scales_for(flat.numel()), dtype=torch.float32, device=flat.device)
+    quantise(flat, codes, scales, signed)
+    return codes.view(moment.shape), scales
 
 
 def _check_shape(name: str, tensor: Tensor, index: int, parameter: Tensor) -> None:

@@ -9,21 +9,19 @@ one parameter behind the other, where one call converts it for all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.optimizer.claims import Claim, operands_of
+from offload.optimizer.claims import Claim, State, operands_of
 from offload.optimizer.formats import MASTER_NAMES, MOMENTS, StateFormat
-from offload.optimizer.fused_adamw import fused_adamw_
-from offload.optimizer.kernel_check import CheckedUpdate
-from offload.optimizer.kernels import BlockwiseUpdate, UpdateKernel
+from offload.optimizer.kernel_choice import CheckedUpdate
+from offload.optimizer.kernels import BlockwiseUpdate, UpdateKernel, fused_adamw_
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.rounding import add_compensation, join, round_weights, split
-from offload.optimizer.states import State
+from offload.optimizer.rounding import join, split
 from offload.torch_private.torch_internals import copy_each, scaled_tensors, views_of_flat
 
 # The types of devices that are sent calls.
@@ -38,11 +36,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SPARE = "spare"
 
 
-def in_two(claims: Iterable[Claim], elsewhere: Container[Tensor]) -> tuple[list[Claim], list[Claim]]:
+def in_two(claims: Iterable[Claim], is_placed: Callable[[Tensor], bool]) -> tuple[list[Claim], list[Claim]]:
     """Returns the claims of an optimizer to be updated one by one, and those that `update_together` takes.
 
-    The second are of small contiguous parameters of a device, without noise and 8-bit scales. The states of parameters
-    in `elsewhere` are not beside them.
+    The second are of small contiguous parameters of a device, without noise and 8-bit scales, whose states are
+    beside them: `is_placed` tells which are not.
     """
     claims, alone, together = list(claims), [], []
     known: dict[tuple[torch.device, torch.dtype, torch.dtype], bool] = {}
@@ -52,7 +50,7 @@ def in_two(claims: Iterable[Claim], elsewhere: Container[Tensor]) -> tuple[list[
         if kind not in known:
             known[kind] = kind[0].type in LAUNCHING and _share_calls(claim.format, *kind[1:])
         fits = known[kind] and 0 < parameter.numel() <= TILE and parameter.is_contiguous() and gradient.is_contiguous()
-        (together if fits and parameter not in elsewhere else alone).append(claim)
+        (together if fits and not is_placed(parameter) else alone).append(claim)
     # The second of two that share memory is updated from what the first has become.
     if together and _share_memory([claim.parameter for claim in claims]):
         return claims, []
@@ -96,7 +94,7 @@ def _share_memory(parameters: list[Tensor]) -> bool:
 
 def _share_calls(form: StateFormat, weight: torch.dtype, gradient: torch.dtype) -> bool:
     """Tells whether parameters of dtype `weight` can share calls."""
-    has_noise = form.rounds_moments or (weight == torch.bfloat16 and form.master_dtype(weight) is None)
+    has_noise = weight == torch.bfloat16 and form.master_dtype(weight) is None
     return not has_noise and form.moment_dtype != torch.uint8 and weight in FLOATS and gradient in FLOATS
 
 
@@ -117,16 +115,9 @@ def _update(
         name: tensors if tensors[0].dtype == torch.float32 else scratch.gather(name, tensors).views
         for name, tensors in stored.items()
     }
-    fused_adamw_(
-        masters.tensors,
-        _float32_gradients([claim.gradient for claim in batch], scale, scratch),
-        *moments.values(),
-        [],
-        [state["step"] for state in states],
-        **first.hyperparameters._asdict(),
-        amsgrad=False,
-        maximize=False,
-    )
+    gradients = _float32_gradients([claim.gradient for claim in batch], scale, scratch)
+    steps = [state["step"] for state in states]
+    fused_adamw_(masters.tensors, gradients, *moments.values(), steps, first.hyperparameters)
     for name, tensors in stored.items():
         if tensors is not moments[name]:
             copy_each(tensors, moments[name])
@@ -218,41 +209,23 @@ class _Masters:
 
     def __init__(self, weights: list[Tensor], states: list[State], form: StateFormat, scratch: _Scratch):
         self._weights, self._scratch = weights, scratch
-        self._kind = form.master_dtype(weights[0].dtype)
-        self._beside = [] if self._kind is None else [state[MASTER_NAMES[self._kind]] for state in states]
-        if weights[0].dtype == torch.bfloat16:
+        self._kind = kind = form.master_dtype(weights[0].dtype)
+        self._beside = [] if kind is None else [state[MASTER_NAMES[kind]] for state in states]
+        self.tensors = weights if kind is None else self._beside
+        if kind == torch.int16:
             # A copy of bfloat16 by torch's kernel for many tensors would change the bits of a NaN.
             self._bits = [weight.view(torch.int16) for weight in weights]
-        if self._kind == torch.int16:
             weight = scratch.gather("weight", self._bits, torch.int16).flat.view(torch.bfloat16)
             remainder = scratch.gather("remainder", self._beside, torch.int16).flat
             join(weight, remainder, scratch.take("master").flat)
             self.tensors = scratch.take("master").views
-        elif self._kind == torch.bfloat16:
-            master = scratch.gather("master", weights)
-            add_compensation(master.flat, scratch.gather(SPARE, self._beside).flat)
-            self.tensors = master.views
-        else:
-            self.tensors = weights if self._kind is None else self._beside
 
     def write(self) -> None:
         """Rounds the masters, which were updated, to the weights and to what makes the masters beside these."""
-        dtype, scratch = self._weights[0].dtype, self._scratch
-        if dtype == torch.float16:
-            copy_each(self._weights, self.tensors)
-        if dtype != torch.bfloat16:
-            return
-        bits = scratch.take("weight", torch.int16)
-        weight = bits.flat.view(torch.bfloat16)
         if self._kind == torch.float32:
-            round_weights(scratch.gather(SPARE, self.tensors).flat, weight)
+            copy_each(self._weights, self.tensors)
         elif self._kind == torch.int16:
-            remainder = scratch.take("remainder", torch.int16)
-            split(scratch.take("master").flat, weight, remainder.flat)
+            bits, remainder = (self._scratch.take(name, torch.int16) for name in ("weight", "remainder"))
+            split(self._scratch.take("master").flat, bits.flat.view(torch.bfloat16), remainder.flat)
             copy_each(self._beside, remainder.views)
-        else:
-            master = scratch.take("master")
-            round_weights(master.flat, weight)
-            master.flat.sub_(weight)
-            copy_each(self._beside, master.views)
-        copy_each(self._bits, bits.views)
+            copy_each(self._bits, bits.views)

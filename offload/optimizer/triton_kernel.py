@@ -20,7 +20,6 @@ from torch import Tensor
 from offload.optimizer.operands import HyperParameters, Operands
 
 FLOATS = {torch.float32, torch.bfloat16}
-MASTERS = {torch.float32: "fp32", torch.int16: "compact", torch.bfloat16: "kahan"}
 # Elements that one program of the kernel updates: 8 for each of its threads, 16 bytes of bf16.
 BLOCK, WARPS = 1024, 4
 # The compiler loads 16 bytes at once where it knows that addresses and lengths are multiples of 16.
@@ -60,7 +59,7 @@ class TritonUpdate:
         lr, beta1, beta2, eps, weight_decay = hyperparameters
         table = self._table(beta1, beta2, weight.device)
         tensors = (weight, operands.gradient, master, operands.exp_avg, operands.exp_avg_sq)
-        kind = "stochastic" if master is None else MASTERS[master.dtype]
+        kind = "own" if weight.dtype == torch.float32 else "stochastic" if master is None else "compact"
         lerp = float32(1 - beta1)
         # Triton launches on the current device.
         with torch.cuda.device_of(weight):
@@ -81,8 +80,7 @@ class TritonUpdate:
                 float32(1 - beta2),
                 float32(eps),
                 lr,
-                master="own" if weight.dtype == torch.float32 else kind,
-                rounds_moments=operands.rounds_moments,
+                master=kind,
                 is_aligned=count % ALIGNMENT == 0
                 and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors if tensor is not None),
                 block=BLOCK,
@@ -115,7 +113,7 @@ def _steps_until_one(beta: float) -> int:
     return 1 if beta == 0 else math.ceil(-54 * math.log(2) / math.log(beta)) + 1
 
 
-# Compiled once for the dtypes of the tensors and the values of the last four, and not anew for other numbers.
+# Compiled once for the dtypes of the tensors and the values of the last three, and not anew for other numbers.
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS)
 def _update(
     weights,
@@ -139,7 +137,6 @@ def _update(
     eps: tl.float32,
     lr: tl.float64,
     master: tl.constexpr,
-    rounds_moments: tl.constexpr,
     is_aligned: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -159,12 +156,7 @@ def _update(
     g = _read(gradients, inside) * scale
     m = _read(exp_avgs, inside)
     v = _read(exp_avg_sqs, inside)
-    value = _read(masters if master == "fp32" else weights, inside)
-    if master == "kahan":
-        rest = _read(masters, inside)
-        distance = (value.to(tl.uint32, bitcast=True) + 0x10000).to(tl.float32, bitcast=True) - value
-        # One of more than half the distance is the error of an overwritten weight.
-        value = value + tl.where(tl.abs(rest) * 2 <= tl.abs(distance), rest, 0.0)
+    value = _read(weights, inside)
     if master == "compact":
         rest = tl.load(masters, inside).to(tl.int32)
         bits = value.to(tl.uint32, bitcast=True)
@@ -192,22 +184,12 @@ def _update(
     else:
         away = _unless_nan(value, (value.to(tl.uint32, bitcast=True) + 0x8000) >> 16)
         _write_bf16(weights, away, inside)
-        if master == "compact":
-            low = tl.where(value != value, 0, value.to(tl.uint32, bitcast=True) & 0xFFFF)
-            tl.store(masters, low.to(tl.uint16).to(tl.int16, bitcast=True), inside)
-        elif master == "fp32":
-            tl.store(masters, value, inside)
-        else:
-            error = value - (away << 16).to(tl.float32, bitcast=True)
-            _write_bf16(masters, _even_bits(error), inside)
+        low = tl.where(value != value, 0, value.to(tl.uint32, bitcast=True) & 0xFFFF)
+        tl.store(masters, low.to(tl.uint16).to(tl.int16, bitcast=True), inside)
 
     if exp_avgs.dtype.element_ty == tl.float32:
         tl.store(exp_avgs, m, inside)
         tl.store(exp_avg_sqs, v, inside)
-    elif rounds_moments:
-        noise = _mix(place ^ 0x9E3779B9)
-        _write_bf16(exp_avgs, _either_bits(m, noise), inside)
-        _write_bf16(exp_avg_sqs, _either_bits(v, noise >> 16), inside)
     else:
         _write_bf16(exp_avgs, _even_bits(m), inside)
         _write_bf16(exp_avg_sqs, _even_bits(v), inside)

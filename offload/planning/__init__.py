@@ -10,7 +10,6 @@ from offload.memory.bandwidth import Bandwidth, measure_bandwidth
 from offload.memory.limits import free_host_bytes, usable_host_bytes
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_choice import measure_update_rate
-from offload.optimizer.undo_log import bytes_of_logs, can_be_undone, log_bytes
 from offload.planning.cost_model import (
     Forecast,
     UpdateTimes,
@@ -25,6 +24,7 @@ from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams, Work
+from offload.speculation.undo_log import bytes_of_logs, can_be_undone, log_bytes
 from offload.weights.gradients.final import NotFinalError
 from offload.weights.streamer import GRADIENT_SLOTS
 

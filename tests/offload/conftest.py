@@ -14,7 +14,7 @@ from offload.modes import tensor_swap
 from offload.streams import registry
 from offload.weights.units import joining
 from tests.offload.helpers.late import make_late, poison_slots
-from tests.offload.helpers.small import make_small
+from tests.offload.helpers.small import swap_small
 from tests.offload.helpers.swapping import Swap
 
 
@@ -33,7 +33,7 @@ def swap(streams: registry.Streams) -> Swap:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the measurement of kernels short, and small activations leave the device."""
-    make_small(monkeypatch)
+    swap_small(monkeypatch)
 
 
 @pytest.fixture

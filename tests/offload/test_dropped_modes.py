@@ -13,7 +13,7 @@ from offload.torch_private import function_contexts
 from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, collect, made_model
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.page_locks import FakeRuntime
-from tests.offload.helpers.small import make_small
+from tests.offload.helpers.small import swap_small
 
 
 @pytest.mark.parametrize(("name", "where"), list(zip(MODES, itertools.cycle(["forward", "backward"]), strict=False)))
@@ -21,7 +21,7 @@ from tests.offload.helpers.small import make_small
 def test_a_dropped_mode_unlocks_its_memory_first(
     name: str, where: str, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ):
-    make_small(monkeypatch)
+    swap_small(monkeypatch)
     runtime = FakeRuntime()
     runtime.install_for_the_cpu(monkeypatch)
     for locked in check_attempts(name, where, streams, attempts=1):

@@ -20,7 +20,7 @@ from tests.offload.helpers.census import assert_given_back, assert_leaves_nothin
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 from tests.offload.helpers.page_locks import FakeRuntime
-from tests.offload.helpers.small import make_small
+from tests.offload.helpers.small import swap_small
 from tests.offload.helpers.updates import host_adamw, one_step
 
 STEPS = 20
@@ -54,7 +54,7 @@ on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mark
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     """Keeps account of page-locked memory on a machine without a GPU, and makes small activations leave the device."""
-    make_small(monkeypatch)
+    swap_small(monkeypatch)
     locks = FakeRuntime()
     if not torch.cuda.is_available():
         locks.install_for_the_cpu(monkeypatch)

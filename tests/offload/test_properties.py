@@ -19,7 +19,7 @@ from tests.offload.helpers.models import assert_same, same_as_resident, with_cop
 from tests.offload.helpers.modes import recomputing
 from tests.offload.helpers.random_models import Assembled, Spec, activation_modes, built, shards, specs, weight_modes
 from tests.offload.helpers.random_updates import assert_same_as_in_turn
-from tests.offload.helpers.small import make_small
+from tests.offload.helpers.small import swap_small
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 settings.register_profile("ci", derandomize=True, max_examples=100, **COMMON)
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 @pytest.fixture(autouse=True)
 def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the saved tensors of these small models leave the device, and some come back ahead of use."""
-    make_small(monkeypatch)
+    swap_small(monkeypatch)
     monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 300)
 
 

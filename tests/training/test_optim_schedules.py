@@ -18,7 +18,7 @@ from training.optim import build_schedule, warn_of_warmup
 OPTIMIZERS = [
     pytest.param(["optimizer=adamw"], id="adamw"),
     pytest.param(
-        ["optimizer=host_adamw", "optimizer.compile='off'", "optimizer.threads=1"],
+        ["optimizer=host_adamw", "optimizer.threads=1"],
         id="host_adamw",
         marks=pytest.mark.slow,
     ),
@@ -83,7 +83,7 @@ def test_after_the_last_step_the_rate_stays_at_its_final_share(name: str):
 
 
 def test_groups_keep_their_proportions_and_what_does_not_decay_its_zero():
-    config = checked("optimizer=host_adamw", "optimizer.compile='off'", "schedule.warmup=1", "steps=2")
+    config = checked("optimizer=host_adamw", "schedule.warmup=1", "steps=2")
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     optimizer = instantiate(config.optimizer, params=[{"params": [matrix, vector]}, {"params": [], "lr": 1.0}])
     build_schedule(config, optimizer)

@@ -48,20 +48,16 @@ MAY_CHANGE = (
     "optimizer.gradients",
     "optimizer.threads",
     "optimizer.speculate",
-    "optimizer.compile",
 )
 # Both optimizers compute the same from the same states; one has knobs that the other lacks.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
 ABSENT_OPTIMIZER_KEYS = {
-    "optimizer.master": "fp32",
+    "optimizer.master": "compact",
     "optimizer.state_dtype": "fp32",
-    "optimizer.state_rounding": "nearest",
 }
-# Values of `optimizer.master` with the same numbers.
-EXACT_MASTERS = {"compact", "fp32"}
 # The precision that a state loses from one value of a key to another; other changes lose nothing.
 KEEPS_ALL = {
-    "optimizer.master": {"stochastic": {"compact", "fp32", "kahan"}, "kahan": {"compact", "fp32"}},
+    "optimizer.master": {"stochastic": {"compact"}},
     "optimizer.state_dtype": {"bf16": {"fp32"}, "int8": {"fp32"}},
 }
 LOSES = {
@@ -98,10 +94,6 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
                 *changed["devices"],
             )
     may_change = (*may_change, *_kept_states(changed))
-    in_float32 = OmegaConf.select(config, "optimizer.state_dtype", default="fp32") == "fp32"
-    if in_float32 and changed.get("optimizer.state_rounding") == ("stochastic", "nearest"):
-        # Moments in float32 are not rounded; AdamW, which has no others, lacks the key.
-        may_change = (*may_change, "optimizer.state_rounding")
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:
         if "model._target_" in refused:
@@ -137,9 +129,7 @@ def _kept_states(changed: dict[str, tuple[str, str]]) -> list[str]:
     kept = []
     for name, wider in KEEPS_ALL.items():
         was, now = changed.get(name, (ABSENT, ABSENT))
-        if name == "optimizer.master" and {was, now} == EXACT_MASTERS:
-            kept.append(name)
-        elif now in wider.get(was, ()):
+        if now in wider.get(was, ()):
             logger.warning(
                 "%s: was %s, is %s: no state is lost, but the rest of the run rounds otherwise", name, was, now
             )
@@ -169,9 +159,6 @@ def _parts(values: dict[str, Any]) -> tuple[int, int]:
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     values = ABSENT_OPTIMIZER_KEYS | dict(_leaves(config))
-    if values.get("optimizer.rounding_seed") == values.get("seed"):
-        # By default it is the run's seed, which is compared already; earlier checkpoints lack it.
-        values.pop("optimizer.rounding_seed", None)
     if values.get("optimizer._target_") in SAME_OPTIMIZER:
         values["optimizer._target_"] = SAME_OPTIMIZER[0]
     return values

@@ -90,9 +90,6 @@ def in_common(runs: Sequence[Run]) -> list[str]:
 
 def _settings(run: Run) -> Settings:
     values = dict(_flat(run.config))
-    if values.get("optimizer.rounding_seed") == values.get("seed"):
-        # It follows the seed, unless it is given.
-        values.pop("optimizer.rounding_seed", None)
     # For a mode that recomputes blocks by itself, `recompute` changes nothing.
     return _without(values, [*REPEATS, *(["recompute"] if _recomputes_itself(values) else [])])
 

@@ -47,7 +47,8 @@ class Copies:
 
         States of shared parameters that are on this rank's device are in their places at home afterwards.
         """
-        self._optimizer.bring_states_home()
+        self._optimizer.finish()
+        self._optimizer.states.bring_home()
         return {name: tensor for name, (tensor, is_shared) in self._all().items() if not is_shared}
 
     def shared_tensors(self) -> dict[str, Tensor]:

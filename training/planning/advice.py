@@ -137,8 +137,6 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
         yield change("optimizer.device_share", 0)
         if plan.has_gpu and config.vram_budget is not None:
             yield change("optimizer.device_share", "auto")
-        if config.optimizer.get("master") == "fp32":
-            yield change("optimizer.master", "compact")
         yield change("optimizer.state_dtype", "bf16", same_numbers=False)
     elif (host_adamw := _node_of("optimizer", "host_adamw", config.optimizer)) is not None:
         host_adamw.state_dtype = "bf16"

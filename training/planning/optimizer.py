@@ -14,13 +14,12 @@ from offload import GIB, Footprint, HostAdamW, Speculation, parse_bytes
 from offload.planning import StateFormat, UpdateTimes, bytes_of_logs, log_bytes
 from training.parallel.world import ranks_of_host
 from training.planning.machine import Machine
+from training.planning.probe import RATED_UPDATE_BYTES
 from training.planning.report import RunPlan
 from training.settle.components import STATES_OF_SPARE, Components
 
-# The speed of torch's kernel, which `adamw` uses on the host, relative to host_adamw's: 2.9 to 5.0 G parameters/s.
-TORCH_KERNEL_SHARE = 0.58
-# Bytes of device memory that an update by torch's kernel reads and writes for each parameter: in place, and through
-# float32 scratch. The Triton kernel reads and writes each operand once.
+# Bytes of device memory that an update reads and writes for each parameter: of float32 ones, each operand once; of
+# bfloat16 ones with moments in 8 bits, by torch's operations, through float32 scratch.
 DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
 # The further operations of torch on a tile that join and split a compact master; counted and not measured.
 DEVICE_REMAINDER_BYTES = 75
@@ -81,7 +80,7 @@ class PlannedUpdate:
         ranks = ranks_of_host(components.config)
         rate = machine.update_gparams_s * 1e9 / ranks
         host_parameters = self.host_parameters / (ranks if components.shares_homes else 1)
-        rate *= speed_of(components.state_format) if components.updates_overlap else TORCH_KERNEL_SHARE
+        rate *= speed_of(components.state_format)
         if not has_gpu:
             return UpdateTimes(host_ms=(host_parameters + self.device_parameters) / rate * 1e3)
         early = components.updates_begin_early
@@ -105,8 +104,8 @@ def speed_of(form: StateFormat) -> float:
 
     Where the cores compute tables or random bits, they are the limit, and no gain is assumed.
     """
-    computes = form.state_dtype == "int8" or form.rounds_moments or form.master == "stochastic"
-    return StateFormat("fp32", "fp32").update_bytes / (StateFormat() if computes else form).update_bytes
+    computes = form.state_dtype == "int8" or form.master == "stochastic"
+    return RATED_UPDATE_BYTES / (StateFormat() if computes else form).update_bytes
 
 
 def _device_update_bytes(components: Components) -> float:
@@ -114,7 +113,7 @@ def _device_update_bytes(components: Components) -> float:
     form, dtype = components.state_format, components.dtype
     in_bf16 = dtype == torch.bfloat16
     # Where Triton is missing, or fails its check, updates take longer.
-    if in_bf16 and components.config.optimizer.get("compile") == "auto" and form.state_dtype != "int8":
+    if in_bf16 and form.state_dtype != "int8":
         return form.update_bytes
     return DEVICE_UPDATE_BYTES[dtype] + (DEVICE_REMAINDER_BYTES if in_bf16 and form.master == "compact" else 0)
 

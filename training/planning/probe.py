@@ -28,6 +28,8 @@ from training.settle.components import acquired
 
 # Updates share the host's memory with the copies of a step, which costs a tenth of their speed.
 BESIDE_COPIES = 0.9
+# Bytes that the update moves of whose speed `update_gparams_s` tells: one with whole float32 masters.
+RATED_UPDATE_BYTES = 28
 OTHER_PLACE = "set XDG_CACHE_HOME to a directory that can be written"
 
 
@@ -78,6 +80,7 @@ def probe(device: torch.device) -> dict[str, str | float]:
         bus = measure_bandwidth(streams, nbytes=(256 if gpu else 32) * 2**20)
     facts = describe_device(device)
     cores = usable_cores()
+    rated = measure_update_rate(max(cores - 1, 1)) * StateFormat().update_bytes / RATED_UPDATE_BYTES
     values = {
         "name": device_name(device),
         "host_gib": facts["host_memory_gib"],
@@ -86,7 +89,7 @@ def probe(device: torch.device) -> dict[str, str | float]:
         "both_gb_s": bus.both,
         "bf16_tflops": block_flops_per_s(device, torch.bfloat16) / 1e12,
         "fp32_tflops": block_flops_per_s(device, torch.float32) / 1e12,
-        "update_gparams_s": measure_update_rate(max(cores - 1, 1), StateFormat("fp32")) / 1e9 * BESIDE_COPIES,
+        "update_gparams_s": rated / 1e9 * BESIDE_COPIES,
     }
     if gpu:
         values |= {"vram_gib": facts["gpu_memory_gib"], "device_gb_s": _device_gb_s(device)}

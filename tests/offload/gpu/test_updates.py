@@ -12,14 +12,15 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
+from offload.speculation.trials import Speculation
 from offload.weights.gradients import ring
 from offload.weights.gradients.ring import GradientRing
 from tests.offload.helpers import updates
+from tests.offload.helpers.kernels import needs_compiler
 from tests.offload.helpers.late import ON_A_GPU, gpu_inputs, make_late
 from tests.offload.helpers.models import Stack, assert_same, attached, with_copy
-from tests.offload.helpers.optimizers import SETTINGS, needs_compiler
+from tests.offload.helpers.optimizers import SETTINGS
 
 pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("small_activations")]
 
@@ -38,9 +39,7 @@ def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         updates.sleepy(monkeypatch)
 
 
-def train(
-    model: nn.Module, mode, early: bool | None, *, microbatches: int = 2, compile: str = "off", **options
-) -> list[torch.Tensor]:
+def train(model: nn.Module, mode, early: bool | None, *, microbatches: int = 2, **options) -> list[torch.Tensor]:
     """Returns losses, some evaluations, states and weights. `early` None: the optimizer makes all updates itself."""
     dtype, steps = model.head.weight.dtype, 0
 
@@ -50,7 +49,7 @@ def train(
         with torch.no_grad():
             return [model(gpu_inputs(steps, 9).to(dtype)).clone()] if steps % 3 == 0 else []
 
-    options |= {"microbatches": microbatches, "compile": compile, "speculate": "on", "overlaps": early is not None}
+    options |= {"microbatches": microbatches, "speculate": "on", "overlaps": early is not None}
     options |= {"steps": 6, "inputs": gpu_inputs, "device": "cuda", "after_step": evaluated}
     return [tensor.cpu() for tensor in updates.train(model, mode, bool(early), **options)]
 
@@ -130,7 +129,7 @@ def test_equals_updates_in_turn_where_some_steps_are_undone(mode: str):
 @pytest.mark.parametrize("early", [False, True])
 def test_equals_updates_in_turn_with_the_compiled_kernel(early: bool):
     ours, theirs = with_copy(Stack(width=256, depth=8).bfloat16())
-    options = {"microbatches": 1, "compile": "auto"}
+    options = {"microbatches": 1}
     assert_same(train(ours, LayerStream(), early, **options), train(theirs, LayerStream(), None, **options))
 
 
@@ -141,7 +140,7 @@ def test_updates_of_host_and_device_equal_those_of_the_resident_model(share: int
     """The compiled kernels of both have the same bits; with a share, the states of some blocks are on the device."""
     pytest.importorskip("triton", reason="needs Triton")
     ours, theirs = with_copy(Stack(width=256, depth=8).to(dtype))
-    options = {"microbatches": 1, "compile": "auto"}
+    options = {"microbatches": 1}
     seen = train(ours, LayerStream(), True, device_share=share, **options)
     assert_same(seen, train(theirs, Resident(), None, **options))
 
@@ -166,7 +165,7 @@ def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPat
     updates.sleepy(monkeypatch)
     model, mode = Stack(width=64, depth=8), LayerStream(slots=2)
     with attached(mode, model, "cuda"):
-        optimizer = HostAdamW(model.parameters(), compile="off")
+        optimizer = HostAdamW(model.parameters())
         mode.overlap(optimizer, early=False)
         with mode.step():
             model(gpu_inputs(0, 0)).sum().backward()
@@ -183,7 +182,7 @@ def test_a_wait_for_the_worker_that_is_missing_would_show(monkeypatch: pytest.Mo
 
     def evaluated_after_a_step(model: nn.Module, mode) -> torch.Tensor:
         with attached(mode, model, "cuda"), torch.no_grad():
-            optimizer = HostAdamW(model.parameters(), **SETTINGS, compile="off")
+            optimizer = HostAdamW(model.parameters(), **SETTINGS)
             mode.overlap(optimizer, early=False)
             with mode.step(), torch.enable_grad():
                 model(gpu_inputs(0, 0)).sum().backward()
@@ -200,13 +199,9 @@ def test_a_wait_for_gradients_that_is_missing_would_show(monkeypatch: pytest.Mon
     make_late(monkeypatch, "d2h")
     offer = UpdateWorker.offer
 
-    def offered_as_landed(self, unit, tensors, scale=1.0, after=()):
-        events = [tensor.landed for tensor in unit.tensors]
-        for tensor in unit.tensors:
-            tensor.landed = None
-        offer(self, unit, tensors, scale, after)
-        for tensor, event in zip(unit.tensors, events, strict=True):
-            tensor.landed = event
+    def offered_as_landed(self, update):
+        update.landed = ()
+        return offer(self, update)
 
     ours, theirs = with_copy(Stack(width=64))
     expected = train(theirs, LayerStream(slots=2), early=True)

@@ -10,30 +10,20 @@ import torch
 
 from offload.optimizer.block_quantise import scales_for
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
-from offload.optimizer.kernel_check import CheckedUpdate
+from offload.optimizer.kernel_choice import CheckedUpdate
 from offload.optimizer.kernels import FusedUpdate
 from offload.optimizer.native_kernel import native_library
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import split
 
 SETTINGS = HyperParameters(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-WIDE = StateFormat("fp32", "fp32")
-FORMATS = [
-    StateFormat(*names)
-    for names in itertools.product(MASTER_DTYPES, STATE_DTYPES, ("nearest", "stochastic"))
-    if names[1:] != ("fp32", "stochastic")
-]
-# Each master, each kind of moments and each rounding. The others are slow to compile.
-FEW = [
-    WIDE,
-    StateFormat("compact", "fp32"),
-    StateFormat("compact", "int8", "stochastic"),
-    StateFormat("stochastic", "bf16", "stochastic"),
-    StateFormat("kahan", "int8"),
-]
+COMPACT = StateFormat()
+FORMATS = [StateFormat(*names) for names in itertools.product(MASTER_DTYPES, STATE_DTYPES)]
+# Each master and each kind of moments. The others are slow to compile.
+FEW = [COMPACT, StateFormat("compact", "int8"), StateFormat("stochastic", "bf16")]
 COMPILED = [format if format in FEW else pytest.param(format, marks=pytest.mark.slow) for format in FORMATS]
 
-needs_compiler = pytest.mark.skipif(native_library(WIDE) is None, reason="needs a C compiler with OpenMP")
+needs_compiler = pytest.mark.skipif(native_library(COMPACT) is None, reason="needs a C compiler with OpenMP")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -83,19 +73,24 @@ def padded(of: Operands, count: int) -> Operands:
 
 
 def operands(
-    count: int, format: StateFormat = WIDE, weight: torch.dtype = torch.bfloat16, gradient: torch.dtype = torch.bfloat16
+    count: int,
+    format: StateFormat = COMPACT,
+    weight: torch.dtype = torch.bfloat16,
+    gradient: torch.dtype = torch.bfloat16,
+    whole: bool = False,
 ) -> Operands:
-    """Weights from a normal distribution with moments of zero."""
+    """Weights from a normal distribution with moments of zero; `whole`: their masters are float32, whatever the format.
+
+    Those are what compact masters stand for.
+    """
     values = torch.randn(count, generator=torch.Generator().manual_seed(count))
-    weights, master = values.to(weight), format.master_dtype(weight)
+    weights, master = values.to(weight), torch.float32 if whole else format.master_dtype(weight)
     rest = None
     if master == torch.float32:
         rest = values.clone()
     elif master == torch.int16:
         rest = torch.empty(count, dtype=master)
         split(values, weights, rest)
-    elif master is not None:
-        rest = (values - weights.float()).to(master)
     scales = [torch.zeros(scales_for(count)) if format.state_dtype == "int8" else None for _ in range(2)]
     return Operands(
         weight=values.clone() if weight == torch.float32 else weights,
@@ -106,7 +101,6 @@ def operands(
         exp_avg_scale=scales[0],
         exp_avg_sq_scale=scales[1],
         seed=77,
-        rounds_moments=format.rounds_moments,
     )
 
 

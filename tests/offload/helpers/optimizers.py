@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from offload.optimizer.formats import StateFormat
-from offload.optimizer.native_kernel import native_library
-
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-OFF = {"compile": "off", "threads": 1}
 SHAPES = [(7, 48), (48,), (16,), (64, 16), (32, 3, 4, 4)]
 STEPS = 20
-
-needs_compiler = pytest.mark.skipif(native_library(StateFormat()) is None, reason="needs a C compiler with OpenMP")
-COMPILES = ["off", pytest.param("auto", marks=needs_compiler)]
 
 
 def parameters(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[nn.Parameter]:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation
+from offload.speculation.trials import Speculation
 from offload.streams.counters import Counters
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers
-from tests.offload.helpers.updates import host_adamw, states_of
+from tests.offload.helpers.updates import host_adamw, is_busy, states_of
 from training.run.loop import clip_scale, gradient_norm
 
 PLENTY = 1 << 24
@@ -65,7 +65,7 @@ class Sharer:
 
     def wait_for_worker(self) -> None:
         overlap = getattr(getattr(self.mode, "weights", self.mode), "_overlap", None)
-        while overlap is not None and (overlap._worker._coming or overlap._worker._landed):
+        while overlap is not None and is_busy(overlap._worker):
             time.sleep(0.0005)
 
     def update(self, step: int) -> float:
@@ -86,7 +86,8 @@ class Sharer:
 
     def result(self) -> list[Tensor]:
         """Returns copies of states and weights, when the updates of all sharers are done."""
-        self.optimizer.bring_states_home()
+        self.optimizer.finish()
+        self.optimizer.states.bring_home()
         self.sharers.laid_down(None)
         found = self.tensors()
         self.sharers.laid_down(None)

@@ -5,13 +5,6 @@ from __future__ import annotations
 import pytest
 
 from offload.modes import shard_offload, tensor_swap
-from offload.optimizer import kernel_choice
-
-
-def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the measurement of kernels short, and small activations leave the device."""
-    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
-    swap_small(monkeypatch)
 
 
 def swap_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-import pytest
 import torch
 
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import FusedUpdate, UpdateKernel
+from offload.optimizer.kernels import UpdateKernel
 from offload.optimizer.native_kernel import NativeUpdate, native_library
-from offload.optimizer.native_undo import reversible
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.undo_log import MASTERS, MOMENTS, Outcome, ReversibleUpdate, UndoLog
+from offload.speculation.undo_log import Outcome, ReversibleUpdate, UndoLog, undo_library
 from tests.offload.helpers.kernels import SETTINGS
 
-FORMATS = [StateFormat(master, moments) for master in MASTERS for moments in MOMENTS]
+FORMATS = [StateFormat(state_dtype=moments) for moments in ("fp32", "bf16")]
 
 
-def _torch(format: StateFormat) -> tuple[UpdateKernel, ReversibleUpdate]:
-    kernel = FusedUpdate(1)
-    return kernel, reversible(kernel, format, 1)
-
-
-def _native(format: StateFormat) -> tuple[UpdateKernel, ReversibleUpdate]:
-    library = native_library(format)
-    if library is None:
-        pytest.skip("needs a C compiler with OpenMP")
-    kernel = NativeUpdate(library, 2)
-    return kernel, reversible(kernel, format, 2)
-
-
-# An ordinary kernel, and the one with a log that belongs to it.
-KERNELS: dict[str, Callable[[StateFormat], tuple[UpdateKernel, ReversibleUpdate]]] = {
-    "torch": _torch,
-    "native": _native,
-}
+def kernels(format: StateFormat) -> tuple[UpdateKernel, ReversibleUpdate]:
+    """An ordinary kernel, and the one with a log that belongs to it."""
+    return NativeUpdate(native_library(format), 2), ReversibleUpdate(undo_library(format), 2)
 
 
 def log_for(count: int) -> UndoLog:

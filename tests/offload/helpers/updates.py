@@ -19,8 +19,9 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
+from offload.speculation.trials import Speculation
+from offload.speculation.updates import SpeculativeOverlap
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 from tests.offload.helpers.optimizers import SETTINGS
 from training.run.loop import clip_scale, gradient_norm
@@ -57,7 +58,7 @@ class Mixed(Stack):
 
 
 def host_adamw(model: nn.Module, **options) -> HostAdamW:
-    options = {"threads": 1, "compile": "off", "decay_norms_and_biases": False} | options
+    options = {"threads": 1, "decay_norms_and_biases": False} | options
     return HostAdamW(model.parameters(), **SETTINGS, **options)
 
 
@@ -134,14 +135,19 @@ def made(model: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> 
 
 def decides_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the worker make the updates that it was offered before it knows whether they count, at any load."""
-    decide = UpdateWorker.decide
+    settle = SpeculativeOverlap._settle
 
-    def decide_later(self, decision) -> None:
-        while self._coming or self._landed:
+    def settle_later(self, unit, decision) -> None:
+        while is_busy(self._worker):
             time.sleep(0.001)
-        decide(self, decision)
+        settle(self, unit, decision)
 
-    monkeypatch.setattr(UpdateWorker, "decide", decide_later)
+    monkeypatch.setattr(SpeculativeOverlap, "_settle", settle_later)
+
+
+def is_busy(worker: UpdateWorker) -> bool:
+    """True if the worker has updates left, landed or not."""
+    return bool(worker._coming or worker._landed)
 
 
 def sleepy(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> list[str]:
@@ -175,9 +181,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the worker fast: each update is done before its offer returns."""
     offer = UpdateWorker.offer
 
-    def offered_and_done(self, unit, *options, **more):
-        done = offer(self, unit, *options, **more)
-        while self.is_pending(unit):
+    def offered_and_done(self, update):
+        done = offer(self, update)
+        while not done.is_set():
             time.sleep(0.0005)
         return done
 

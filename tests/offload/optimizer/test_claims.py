@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 
 import pytest
 import torch
@@ -14,17 +15,17 @@ from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernels import FusedUpdate
 from offload.optimizer.operands import HyperParameters
-from offload.optimizer.states import StatePlacement
+from offload.optimizer.states import States
 from tests.offload.helpers.kernels import FEW
 from tests.offload.helpers.models import attached, with_copy
-from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same, train
+from tests.offload.helpers.optimizers import SETTINGS, give_gradients, parameters, same, train
 from tests.offload.helpers.updates import Mixed, host_adamw, made, one_step
 
 
 def test_a_claim_is_applied_later_as_it_was_taken():
     now, later = parameters(), parameters()
-    train(HostAdamW(now, **SETTINGS, **OFF), now, range(1))
-    optimizer = HostAdamW(later, **SETTINGS, **OFF)
+    train(HostAdamW(now, **SETTINGS, threads=1), now, range(1))
+    optimizer = HostAdamW(later, **SETTINGS, threads=1)
     give_gradients(later, 0)
     claims = optimizer.claim(later)
     before = [weight.detach().clone() for weight in later]
@@ -40,11 +41,10 @@ def test_a_claim_is_applied_later_as_it_was_taken():
 
 def claimed(weight: nn.Parameter, format: StateFormat, placed: bool) -> tuple[Claim, dict[str, torch.Tensor]]:
     """A claim of the parameter's first update, and its state."""
-    placement, state = StatePlacement(format), {}
+    states = States(format, defaultdict(dict))
     if placed:
-        placement.place(weight, state, torch.device("cpu"))
-    placement.prepare(weight, state)
-    state["step"] += 1
+        states.place([weight], torch.device("cpu"))
+    (state,) = states.begin([weight])
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
     return Claim(weight, gradient, HyperParameters(1e-2, 0.9, 0.95, 1e-8, 0.1), format, 5), state
 
@@ -59,7 +59,7 @@ def test_an_update_elsewhere_gives_the_weight_that_one_in_place_writes(
     start = start.t() if transposed else start
     here, there = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     claim, state = claimed(here, format, placed=False)
-    update_in_place(claim, state, FusedUpdate(), scale=0.5)
+    update_in_place(claim, state, FusedUpdate(), 0.5, [range(here.numel())])
     claim, state = claimed(there, format, placed=True)
     new = update_elsewhere(claim, state, claim.gradient, FusedUpdate(), scale=0.5)
     assert not torch.equal(here, start)

@@ -37,7 +37,7 @@ def test_equals_resident(mode: str, share: int, early: bool):
 
 
 @EARLY
-@pytest.mark.parametrize("format", [format for format in FEW if format.master != "fp32"], ids=str)
+@pytest.mark.parametrize("format", FEW, ids=str)
 @pytest.mark.slow
 def test_every_format_has_the_same_numbers_in_either_place(format: StateFormat, early: bool):
     """Noise too. The first block is updated on the device, the others on the host."""

@@ -12,9 +12,7 @@ from offload.optimizer.formats import StateFormat
 @pytest.mark.parametrize(
     ("format", "traffic"),
     [
-        (StateFormat("fp32"), 28),
         (StateFormat(), 26),
-        (StateFormat("fp32", "bf16"), 20),
         (StateFormat("compact", "bf16"), 18),
         (StateFormat("compact", "int8"), 14 + 4 / 64),
         (StateFormat("stochastic", "int8"), 10 + 4 / 64),
@@ -26,7 +24,7 @@ def test_traffic_of_an_update(format: StateFormat, traffic: float):
 
 
 def test_only_bf16_weights_have_another_master_than_a_float32_one():
-    for master, dtype in (("compact", torch.int16), ("stochastic", None), ("kahan", torch.bfloat16)):
+    for master, dtype in (("compact", torch.int16), ("stochastic", None)):
         format = StateFormat(master)
         assert format.master_dtype(torch.bfloat16) == dtype
         assert format.master_dtype(torch.float16) == torch.float32
@@ -38,12 +36,7 @@ def test_codes_have_names_that_torchs_adamw_does_not_take_for_moments():
     assert StateFormat(state_dtype="int8").moment_names == ("exp_avg_codes", "exp_avg_sq_codes")
 
 
-def test_float32_moments_are_not_rounded():
-    assert not StateFormat(state_rounding="stochastic").rounds_moments
-    assert StateFormat(state_dtype="int8", state_rounding="stochastic").rounds_moments
-
-
-@pytest.mark.parametrize("names", [("bf16",), ("fp32", "fp16"), ("fp32", "fp32", "up")])
+@pytest.mark.parametrize("names", [("bf16",), ("fp32",), ("compact", "fp16")])
 def test_unknown_names_are_refused(names: tuple[str, ...]):
     with pytest.raises(KnobError, match="must be"):
         StateFormat(*names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +13,9 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation, mark_of
+from offload.speculation.trials import Speculation, mark_of
 from offload.streams.registry import acquire, release
+from tests.offload.helpers.updates import is_busy
 
 TRIALS = {"early": False, "speculation": Speculation(1e9, 1 << 22)}
 DEFERRED = {"early": False}
@@ -34,7 +36,7 @@ def train(
     model, streams = blocks(), acquire("cpu")
     mode.attach(model, streams)
     try:
-        optimizer = HostAdamW(model.parameters(), lr=1e-2, threads=1, compile="off", speculate="on")
+        optimizer = HostAdamW(model.parameters(), lr=1e-2, threads=1, speculate="on")
         if overlap is not None:
             mode.overlap(optimizer, **overlap)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -45,8 +47,8 @@ def train(
                 mode.accumulate([lambda: scaler.scale(model(inputs).square().mean() * factor)])  # noqa: B023
             if overlap is not None:
                 # The trials are made, before anybody writes.
-                for update in mode._overlap._worker._undecided:
-                    update.done.wait()
+                while is_busy(mode._overlap._worker):
+                    time.sleep(0.001)
             end(optimizer, scaler)
             optimizer.zero_grad()
         optimizer.finish()

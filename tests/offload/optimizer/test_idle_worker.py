@@ -1,4 +1,4 @@
-"""A thread of updates that has nothing to do: it ends, and refers to nothing that its user has dropped."""
+"""What holds whom: an idle thread ends and refers to nothing that its user has dropped; one mode has an optimizer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import time
 import weakref
 
 import pytest
+import torch
+from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
 from offload.streams import registry
-from tests.offload.helpers.models import Stack, assert_same, with_copy
-from tests.offload.helpers.updates import made, no_worker_lives, one_step, train
+from tests.offload.helpers.models import Stack, assert_same, attached, with_copy
+from tests.offload.helpers.updates import host_adamw, made, no_worker_lives, one_step, train
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -55,3 +57,22 @@ def test_a_mode_that_is_dropped_after_updates_is_freed(monkeypatch: pytest.Monke
         time.sleep(0.01)
     assert left() is None
     registry.release(streams)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_updates_of_an_optimizer_are_made_by_one_mode(early: bool):
+    first, second = made(Stack, torch.float32), made(Stack, torch.float32)
+    optimizer = host_adamw(nn.ModuleList([first, second]))
+    mode, other = LayerStream(), LayerStream()
+    with attached(mode, first):
+        mode.overlap(optimizer, early)
+        # Once more for the same mode.
+        mode.overlap(optimizer, early)
+        with attached(other, second):
+            with pytest.raises(RuntimeError, match="a mode makes the updates of this optimizer already"):
+                other.overlap(optimizer, early)
+            one_step(first, mode)
+            optimizer.step()
+    assert optimizer.state
+    with attached(other, second):
+        other.overlap(optimizer, early)

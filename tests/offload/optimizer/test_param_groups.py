@@ -12,12 +12,12 @@ from torch import nn
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.param_groups import decay_groups, hyperparameters_of
-from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same
+from tests.offload.helpers.optimizers import SETTINGS, give_gradients, parameters, same
 from training.optim import AdamW
 
 
 def test_settings_are_those_of_the_group_at_the_time():
-    optimizer = HostAdamW(parameters(), **SETTINGS, **OFF)
+    optimizer = HostAdamW(parameters(), **SETTINGS, threads=1)
     (group,) = optimizer.param_groups
     group["lr"] = 0.5
     assert hyperparameters_of(group) == (0.5, 0.9, 0.95, 1e-8, 0.1)
@@ -28,9 +28,9 @@ def test_settings_of_a_group_that_mean_other_arithmetic_are_refused(key: str, va
     weights = parameters()
     message = f"a parameter group has {key}={value}, which is not supported"
     with pytest.raises(ValueError, match=message):
-        HostAdamW([{"params": weights, key: value}], **OFF)
+        HostAdamW([{"params": weights, key: value}], threads=1)
     for all_decay in (False, True):
-        optimizer = HostAdamW(weights[2:], **OFF, decay_norms_and_biases=all_decay)
+        optimizer = HostAdamW(weights[2:], threads=1, decay_norms_and_biases=all_decay)
         count = len(optimizer.param_groups)
         with pytest.raises(ValueError, match=message):
             optimizer.add_param_group({"params": weights[:2], key: value})
@@ -47,15 +47,15 @@ def test_dtypes_without_an_update_are_refused_unless_they_are_frozen():
     for dtype in (torch.float64, torch.complex64):
         weight = nn.Parameter(torch.ones(4, dtype=dtype))
         with pytest.raises(ValueError, match=f"a parameter is {dtype}: .* takes float32, bfloat16 and float16"):
-            HostAdamW([weight], **OFF)
+            HostAdamW([weight], threads=1)
     frozen = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
-    HostAdamW([*parameters(torch.float16), frozen], **OFF)
+    HostAdamW([*parameters(torch.float16), frozen], threads=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_dtypes_without_an_update_are_refused_when_they_train_later(dtype: torch.dtype):
     weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)]
-    optimizer = HostAdamW(weights, **OFF)
+    optimizer = HostAdamW(weights, threads=1)
     weights[1].requires_grad_(True)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -76,18 +76,18 @@ def test_dtypes_without_an_update_are_refused_when_they_train_later(dtype: torch
 )
 def test_settings_of_a_group_out_of_range_are_refused(setting: dict, message: str):
     weights = parameters()
-    optimizer = HostAdamW(weights[2:], **OFF)
+    optimizer = HostAdamW(weights[2:], threads=1)
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": weights[:2], **setting})
     assert len(optimizer.param_groups) == 1
     with pytest.raises(ValueError, match=message):
-        HostAdamW(weights, **OFF, **setting)
+        HostAdamW(weights, threads=1, **setting)
 
 
 def test_what_is_no_tensor_is_left_for_torch_to_refuse():
     for all_decay in (False, True):
         with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
-            HostAdamW(["weight"], **OFF, decay_norms_and_biases=all_decay)
+            HostAdamW(["weight"], threads=1, decay_norms_and_biases=all_decay)
 
 
 def test_groups_without_decay_are_those_of_norms_and_biases():
@@ -106,7 +106,7 @@ def test_groups_without_decay_are_those_of_norms_and_biases():
     assert [name for name, _ in named[0]["params"]] == ["weight", "bias"]
 
 
-@pytest.mark.parametrize("optimizer", [AdamW, lambda *given, **settings: HostAdamW(*given, **settings, **OFF)])
+@pytest.mark.parametrize("optimizer", [AdamW, lambda *given, **settings: HostAdamW(*given, **settings, threads=1)])
 @pytest.mark.parametrize("is_later", [False, True])
 def test_norms_and_biases_do_not_decay_where_that_is_chosen(optimizer: Callable, is_later: bool):
     weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
@@ -124,7 +124,7 @@ def test_norms_and_biases_do_not_decay_where_that_is_chosen(optimizer: Callable,
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
 def test_a_copy_takes_further_groups(duplicate: Callable):
-    made = duplicate(HostAdamW([nn.Parameter(torch.ones(4, 4))], **SETTINGS, **OFF, decay_norms_and_biases=False))
+    made = duplicate(HostAdamW([nn.Parameter(torch.ones(4, 4))], **SETTINGS, threads=1, decay_norms_and_biases=False))
     made.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert made.param_groups[-1]["weight_decay"] == 0
 
@@ -133,4 +133,4 @@ def test_a_copy_takes_further_groups(duplicate: Callable):
 def test_a_set_of_parameters_is_refused(decays: bool):
     weights = {nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))}
     with pytest.raises(TypeError, match="set"):
-        HostAdamW([{"params": weights}], **SETTINGS, **OFF, decay_norms_and_biases=decays)
+        HostAdamW([{"params": weights}], **SETTINGS, threads=1, decay_norms_and_biases=decays)

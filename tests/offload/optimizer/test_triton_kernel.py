@@ -18,7 +18,7 @@ from torch import nn
 from offload import HostAdamW
 from offload.optimizer import kernel_choice
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernel_check import (
+from offload.optimizer.kernel_choice import (
     COUNT,
     CheckedUpdate,
     Kind,
@@ -30,7 +30,7 @@ from offload.optimizer.kernel_check import (
 from offload.optimizer.kernels import FusedUpdate, UpdateKernel
 from offload.optimizer.native_kernel import NativeUpdate, factors, native_library
 from offload.optimizer.operands import HyperParameters
-from tests.offload.helpers.kernels import FORMATS, SETTINGS, WIDE, from_place, needs_compiler, needs_gpu, operands
+from tests.offload.helpers.kernels import FORMATS, SETTINGS, from_place, needs_compiler, needs_gpu, operands
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 
@@ -80,7 +80,7 @@ def host_kernel(format: StateFormat) -> UpdateKernel:
 
 
 def kind_of(format: StateFormat, weight: torch.dtype, gradient: torch.dtype) -> Kind:
-    return Kind(weight, gradient, format.moment_dtype, format.master_dtype(weight), format.rounds_moments)
+    return Kind(weight, gradient, format.moment_dtype, format.master_dtype(weight))
 
 
 @runs
@@ -96,7 +96,7 @@ def test_bits_are_those_of_the_host(format: StateFormat, weight: torch.dtype, gr
 @runs
 @needs_compiler
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", [StateFormat(), StateFormat("stochastic", "bf16", "stochastic")], ids=str)
+@pytest.mark.parametrize("format", [StateFormat(), StateFormat("stochastic", "bf16")], ids=str)
 @pytest.mark.parametrize("settings", [SETTINGS._replace(beta1=0.5), SETTINGS._replace(beta1=0.3, lr=0.0, eps=1e-30)])
 def test_bits_are_those_of_the_host_for_any_settings_range_and_step(format: StateFormat, settings: HyperParameters):
     kernel, expected = TritonUpdate(), hard_operands(kind_of(format, torch.bfloat16, torch.bfloat16))
@@ -113,7 +113,7 @@ def test_bits_are_those_of_the_host_for_any_settings_range_and_step(format: Stat
 @runs
 @needs_compiler
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", [StateFormat(), StateFormat("kahan", "bf16")], ids=str)
+@pytest.mark.parametrize("format", [StateFormat(), StateFormat("compact", "bf16")], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_many_parameters_get_their_own_bits_by_one_launch(
     format: StateFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -175,8 +175,8 @@ def test_corrections_are_the_hosts_at_every_step():
 def test_operands_that_are_not_supported():
     kernel = TritonUpdate()
     assert kernel.supports(operands(8), SETTINGS)
-    assert not kernel.supports(operands(8, WIDE, torch.float16, torch.float16), SETTINGS)
-    assert not kernel.supports(operands(256, StateFormat("fp32", "int8")), SETTINGS)
+    assert not kernel.supports(operands(8, StateFormat(), torch.float16, torch.float16), SETTINGS)
+    assert not kernel.supports(operands(256, StateFormat("compact", "int8")), SETTINGS)
     assert not kernel.supports(operands(8), SETTINGS._replace(beta2=math.nextafter(1, 0)))
     for number in range(triton_kernel.MOST_TABLES):
         kernel._table(0.5, number / 100, torch.device("cpu"))
@@ -189,10 +189,10 @@ def ptx_of(master: str, weight: str, moment: str, is_aligned: bool) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    rests = {"compact": "*i16", "fp32": "*fp32", "kahan": "*bf16"}
+    rests = {"compact": "*i16"}
     tensors = {"weights": weight, "gradients": "*bf16", "exp_avgs": moment, "exp_avg_sqs": moment}
     tensors |= {"step_at": "*fp32", "table": "*fp64", "masters": rests.get(master, "constexpr")}
-    constants = {"master": master, "rounds_moments": moment == "*bf16", "is_aligned": is_aligned}
+    constants = {"master": master, "is_aligned": is_aligned}
     constants |= {"block": triton_kernel.BLOCK} | ({} if master in rests else {"masters": None})
     kernel = triton_kernel._update
     signature = {
@@ -211,9 +211,8 @@ def ptx_of(master: str, weight: str, moment: str, is_aligned: bool) -> str:
     [
         ("own", "*fp32", "*fp32"),
         ("compact", "*bf16", "*fp32"),
-        ("fp32", "*bf16", "*bf16"),
+        ("compact", "*bf16", "*bf16"),
         ("stochastic", "*bf16", "*bf16"),
-        ("kahan", "*bf16", "*fp32"),
     ],
 )
 def test_compiled_code_rounds_as_the_source_says(master: str, weight: str, moment: str, tmp_path, monkeypatch):
@@ -239,7 +238,7 @@ def test_compiled_code_rounds_as_the_source_says(master: str, weight: str, momen
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_gpu_passes_the_check(format: StateFormat, dtype: torch.dtype, caplog):
     on = copied_to(hard_operands(kind_of(format, dtype, dtype)), DEVICE, 0)
-    kernel = kernel_choice.update_on(DEVICE, 1, "auto", format)
+    kernel = kernel_choice.update_on(DEVICE, 1, format)
     kernel(on, torch.ones((), device=DEVICE), SETTINGS)
     assert kernel._is_exact(Kind.of(on)), caplog.text
 
@@ -269,11 +268,8 @@ def test_ranges_begin_behind_two_billion_elements():
 @needs_gpu
 @pytest.mark.parametrize("format", SUPPORTED, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_weights_of_the_device_of_the_host_and_with_placed_states_are_equal(
-    format: StateFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_weights_of_the_device_of_the_host_and_with_placed_states_are_equal(format: StateFormat, dtype: torch.dtype):
     """As under offload=none, under a mode, and under one with a device share."""
-    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
     found = []
     for home, is_placed in (("cuda", False), ("cpu", False), ("cpu", True)):
         draw = torch.Generator().manual_seed(0)
@@ -282,7 +278,7 @@ def test_weights_of_the_device_of_the_host_and_with_placed_states_are_equal(
         names = dataclasses.asdict(format)
         optimizer = HostAdamW(parameters, lr=1e-2, weight_decay=0.1, decay_norms_and_biases=False, **names)
         if is_placed:
-            optimizer.place(parameters, DEVICE)
+            optimizer.states.place(parameters, DEVICE)
         for _ in range(4):
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=draw).to(home, dtype)

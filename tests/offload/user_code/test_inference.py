@@ -222,7 +222,7 @@ def test_gradients_are_off_inside_and_inside_itself_and_on_afterwards(make: Call
 def test_what_changes_weights_or_takes_them_away_is_refused_inside(name: str):
     model, mode = Stack(), STREAMING[name](3)
     with under(mode, model):
-        optimizer = HostAdamW(model.parameters(), lr=1e-3, threads=1, compile="off")
+        optimizer = HostAdamW(model.parameters(), lr=1e-3, threads=1)
         mode.overlap(optimizer, early=False)
         with mode.step():
             model(rows(5)).square().mean().backward()
@@ -248,7 +248,7 @@ def test_updates_that_are_under_way_come_before_their_units(name: str, early: bo
         torch.manual_seed(0)
         model, mode, seen = Stack(), make(), []
         with under(mode, model):
-            optimizer = HostAdamW(model.parameters(), lr=0.1, threads=1, compile="off")
+            optimizer = HostAdamW(model.parameters(), lr=0.1, threads=1)
             mode.overlap(optimizer, early)
             for step in range(3):
                 with mode.step():

@@ -24,7 +24,7 @@ from offload.torch_private.tensor_parts import parts, state_of, true_bytes, wrap
 from tests.offload.helpers.models import assert_same, attached
 from tests.offload.helpers.modes import mode_classes, small
 from tests.offload.helpers.quantised import KINDS, Model, Nested, bytes_of, inputs, same_as_resident
-from tests.offload.helpers.small import make_small
+from tests.offload.helpers.small import swap_small
 
 EACH = pytest.mark.parametrize("kind", KINDS)
 # One of each way in which weights reach backward: as their parts, on a function's context, as themselves.
@@ -281,7 +281,7 @@ def test_adapters_of_peft_train_beside_packed_weights(dora: bool):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_updates_beside_the_step_leave_them_alone(early: bool, monkeypatch: pytest.MonkeyPatch):
-    make_small(monkeypatch)
+    swap_small(monkeypatch)
     results = []
     for overlaps in (False, True):
         made = Model("nested")

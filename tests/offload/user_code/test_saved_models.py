@@ -121,7 +121,7 @@ def test_a_file_of_an_attached_model_names_nothing_of_this_package(make: Callabl
 def test_a_copy_of_a_model_whose_updates_are_under_way(copied: Callable):
     model, mode = Stack(), LayerStream()
     with under(mode, model):
-        optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+        optimizer = HostAdamW(model.parameters(), threads=1)
         mode.overlap(optimizer, early=False)
         with mode.step():
             mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])

@@ -92,7 +92,7 @@ def full() -> OSError:
 def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
     """Checkpoints in `tmp_path` of a model that is one layer; two are kept."""
     model = nn.Linear(3, 2, dtype=torch.bfloat16)
-    optimizer = HostAdamW(model.parameters(), compile="off")
+    optimizer = HostAdamW(model.parameters())
     optimizer.allocate()
     config = OmegaConf.create({"steps": 9, "checkpoint": {"every": 4, "keep": 2, "best": None, "on_signal": None}})
     streams = registry.acquire("cpu")

@@ -12,7 +12,7 @@ import pytest
 from tests.training.helpers.in_process import TINY_RUN, run_here
 from training.evaluation import quantise_comparison
 
-RUN = (*TINY_RUN, "steps=1", "log_every=1", "offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'")
+RUN = (*TINY_RUN, "steps=1", "log_every=1", "offload=layer_stream", "optimizer=host_adamw")
 LINE = r"loss of the first batch: ([\d.]+) with quantize=int4, ([\d.]+) without \(([-+][\d.]+)\)"
 
 

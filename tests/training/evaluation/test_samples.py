@@ -21,7 +21,7 @@ from training.tasks import text_samples
 from training.tasks.causal_lm import CausalLM
 
 # Updates that begin inside backward, and may last until the sample needs them.
-UPDATES = ("optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
+UPDATES = ("optimizer=host_adamw", "clip_norm=null")
 RUN = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=20000", "checkpoint.on_signal=true", "precision=bf16", *UPDATES)
 BYTES = "dataset.tokenizer=null"
 SAMPLES = ("sample.every=4", "sample.tokens=12", "sample.prompt='def main('", "sample.temperature=2")

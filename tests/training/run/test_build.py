@@ -32,7 +32,6 @@ JOB = (
     "dataset=synthetic",
     "offload=layer_stream",
     "optimizer=host_adamw",
-    "optimizer.compile='off'",
     "recompute=block",
     "checkpoint.every=3",
 )

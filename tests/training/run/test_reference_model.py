@@ -18,7 +18,7 @@ from training.run.loop import train
 from training.runs.files import REFERENCE_FILE, REFERENCE_ORIGIN
 
 COPY = "task.reference=copy"
-STREAMED = "offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'"
+STREAMED = "offload=layer_stream", "optimizer=host_adamw"
 LORA = "adapter=lora", "adapter.dropout=0.1"
 
 

@@ -75,7 +75,7 @@ QUICK = ("layer_stream", "shard_offload")
 def test_modes(mode: str, reference: str, without, overrides, tmp_path: Path) -> None:
     expected = without(reference, 2)
     keys = (*overrides, *REFERENCES[reference], "microbatches=2", f"offload={mode}", *small_modes()[mode])
-    run_here(tmp_path, *keys, "optimizer=host_adamw", "optimizer.compile='off'")
+    run_here(tmp_path, *keys, "optimizer=host_adamw")
     assert curve(tmp_path) == curve(expected)
     if reference == "cached":
         tables = [load_file(folder / REFERENCE_FILE)["reference"] for folder in (tmp_path, expected)]
@@ -96,7 +96,7 @@ def test_shards_side_by_side(microbatches: int, reference: str, without, overrid
 def test_two_ranks_compute_what_one_device_does(reference: str, homes: str, overrides, tmp_path: Path) -> None:
     shared = *overrides, *REFERENCES[reference]
     keys = *shared, "devices=2", "microbatches=1", f"parallel.homes={homes}"
-    keys += "offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'"
+    keys += "offload=layer_stream", "optimizer=host_adamw"
     run_ranks(tmp_path / "two", *keys)
     # A rank of the two has half of the threads: with more, products and norms may round otherwise.
     threads = torch.get_num_threads()

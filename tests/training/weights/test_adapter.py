@@ -159,7 +159,7 @@ def test_what_trains_stays_on_the_device_unless_it_is_asked_to_stream():
 
 
 def test_host_adamw_updates_what_stays_on_the_device(tmp_path: Path, whole: Path):
-    overrides = ("offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'")
+    overrides = ("offload=layer_stream", "optimizer=host_adamw")
     run_here(tmp_path, *RUN, *ADAPTER, *overrides)
     assert results.curve(tmp_path) == results.curve(whole)
 

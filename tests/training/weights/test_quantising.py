@@ -17,7 +17,7 @@ from models.quantise_cache import SOURCE, CacheFile
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.errors import UserError
 
-RUN = (*TINY_RUN, "steps=3", "log_every=1", "optimizer=host_adamw", "optimizer.compile='off'")
+RUN = (*TINY_RUN, "steps=3", "log_every=1", "optimizer=host_adamw")
 MODES = {
     "bounce_linear": ("offload=bounce_linear",),
     "layer_stream": ("offload=layer_stream", "offload.slots=1", "precision=fp32"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offload.modes.layer_stream import LayerStream
+from offload.optimizer.adamw import Deferral
 from offload.optimizer.overlap import Overlap
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer
@@ -24,6 +25,10 @@ def methods(of: type) -> dict[str, list[str]]:
 @pytest.mark.parametrize("implementation", [NoUpdates, Overlap])
 def test_implementations_have_every_method_of_the_protocol(implementation: type):
     assert methods(Updates).items() <= methods(implementation).items()
+
+
+def test_overlap_has_every_method_that_an_optimizer_calls():
+    assert methods(Deferral).items() <= methods(Overlap).items()
 
 
 class Recorded(NoUpdates):

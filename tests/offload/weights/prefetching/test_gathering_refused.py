@@ -94,7 +94,7 @@ def test_states_on_the_device_before_slices_are_known_are_refused():
     def work(sharers: ThreadSharers) -> None:
         model, mode = model_of(nn.Linear(4, 4)), LayerStream(layers="layers")
         mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
-        optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+        optimizer = HostAdamW(model.parameters(), threads=1)
         mode.overlap(optimizer, early=False, device_share=10**6)
         try:
             mode.divide(optimizer)

@@ -20,7 +20,7 @@ from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutPoint, cut
 from tests.offload.helpers.models import Stack, attached, stack_inputs
-from tests.offload.helpers.small import make_small
+from tests.offload.helpers.small import swap_small
 from tests.offload.helpers.updates import made, one_step, updating
 
 
@@ -36,7 +36,7 @@ def test_the_fixture_of_the_gpus_tests_fits(poisoned: None):
 @pytest.mark.parametrize("pending", [False, True], ids=["fetched ahead", "after its update"])
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_unit_comes_in_while_the_one_before_computes(slots: int, pending: bool, monkeypatch: pytest.MonkeyPatch):
-    make_small(monkeypatch)
+    swap_small(monkeypatch)
     model, mode = made(functools.partial(Stack, depth=6)), LayerStream(slots=slots)
     copy_in, computed, waited_for = Transfer.copy_in, [], []
 

@@ -9,37 +9,39 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernels import FusedUpdate
-from offload.optimizer.native_kernel import NativeUpdate, native_library
-from offload.optimizer.native_undo import NativeReversible, reversible
 from offload.optimizer.operands import HyperParameters
-from offload.optimizer.undo_log import UndoLog
+from offload.speculation import undo_log
+from offload.speculation.undo_log import (
+    ALIGNED,
+    BLOCK,
+    ELEMENTS_FOR_ENTRY,
+    TILE,
+    UndoArena,
+    UndoLog,
+    can_be_undone,
+    log_bytes,
+)
+from tests.offload.helpers.kernels import FORMATS as ALL
 from tests.offload.helpers.kernels import SETTINGS, needs_compiler, operands, run
 from tests.offload.helpers.undo import (
     FORMATS,
-    KERNELS,
     assert_same_bits,
     bits_of,
     copy_of,
+    kernels,
     of_bits,
     with_log,
     without_payloads,
 )
 
+pytestmark = needs_compiler
+
 DTYPES = (torch.float32, torch.bfloat16)
-# The others take seconds to compile.
-FEW = [StateFormat("compact", "fp32"), StateFormat("fp32", "bf16")]
-EVERY = pytest.mark.parametrize(
-    ("kind", "format"),
-    [
-        pytest.param(kind, format, marks=[pytest.mark.slow] if kind == "native" and format not in FEW else [])
-        for kind in KERNELS
-        for format in FORMATS
-    ],
-    ids=str,
-)
+EVERY = pytest.mark.parametrize("format", FORMATS, ids=str)
 # Zeros, the smallest and the largest numbers of each kind, infinities and NaN, and neighbours of these, as float32.
 CORNERS = [0, 1, 2, 0x7FFF, 0x8000, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000]
 CORNERS += [bits | 0x80000000 for bits in CORNERS]
@@ -51,6 +53,79 @@ HYPERPARAMETERS = st.builds(
     eps=st.sampled_from([1e-8, 1e-3]),
     weight_decay=st.sampled_from([0.0, 0.1, 10.0]),
 )
+
+
+COUNTS = [1, 31, 64, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_parts_of_a_log_fill_its_memory_and_do_not_overlap(count: int):
+    memory = torch.zeros(UndoLog.nbytes(count), dtype=torch.uint8)
+    log = UndoLog.over(memory, count)
+    assert log.codes.shape == (3, count)
+    assert log.progress.shape == (-(-count // BLOCK), 2)
+    assert len(log.entries) >= min(count, TILE)
+    for number, part in enumerate((log.codes, log.entries, log.progress), start=1):
+        part.view(torch.uint8).fill_(number)
+    assert all(row.data_ptr() % ALIGNED == memory.data_ptr() % ALIGNED for row in log.codes)
+    found = [int((memory == number).sum()) for number in (1, 2, 3)]
+    assert found == [3 * count, log.entries.numel() * 4, log.progress.numel() * 4]
+
+
+def test_a_large_log_takes_three_bytes_and_a_third_for_each_element():
+    assert UndoLog.nbytes(1 << 24) / (1 << 24) == pytest.approx(3 + 20 / ELEMENTS_FOR_ENTRY, rel=0.01)
+
+
+def test_bytes_of_parameters_are_those_that_train():
+    model = nn.Linear(300, 7)
+    model.bias.requires_grad_(False)
+    assert log_bytes(model.parameters()) == UndoLog.nbytes(2100)
+    assert log_bytes(nn.Linear(300, 7, bias=False, device="meta").parameters()) == UndoLog.nbytes(2100)
+
+
+def test_an_arena_gives_its_bytes_and_has_them_again_when_all_logs_are_back():
+    arena = UndoArena(2 * UndoLog.nbytes(100))
+    for _ in range(3):
+        first, second = arena.take([100])[0], arena.take([100])[0]
+        assert first.codes.data_ptr() != second.codes.data_ptr()
+        assert arena.take([1]) is None
+        arena.give_back()
+        assert arena.take([1]) is None
+        arena.give_back()
+
+
+def test_an_arena_takes_at_most_half_of_what_the_host_has_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(undo_log, "free_host_bytes", lambda: 2 * UndoLog.nbytes(100))
+    arena = UndoArena(1 << 40)
+    assert arena.take([100]) is not None
+    assert arena.take([1]) is None
+
+
+def test_processes_of_one_host_divide_what_it_has_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(undo_log, "free_host_bytes", lambda: 6 * UndoLog.nbytes(100))
+    arena = UndoArena(1 << 40, processes=3)
+    assert arena.take([100]) is not None
+    assert arena.take([1]) is None
+
+
+def test_logs_of_several_ranges_are_taken_and_given_back_together():
+    arena = UndoArena(UndoLog.nbytes(100) + UndoLog.nbytes(30))
+    assert arena.take([100, 31, 30]) is None
+    for _ in range(2):
+        logs = arena.take([100, 30])
+        assert [log.codes.shape[1] for log in logs] == [100, 30]
+        assert logs[0].codes.data_ptr() != logs[1].codes.data_ptr()
+        assert arena.take([1]) is None
+        arena.give_back()
+
+
+def test_an_arena_without_bytes_has_no_logs():
+    assert UndoArena(0).take([1]) is None
+
+
+def test_exact_masters_and_moments_of_16_bits_or_more_can_be_undone():
+    found = [format for format in ALL if can_be_undone(format)]
+    assert found == FORMATS
 
 
 def any_bits(count: int, seed: int, corners: float) -> torch.Tensor:
@@ -72,9 +147,9 @@ def any_bits(count: int, seed: int, corners: float) -> torch.Tensor:
 @settings(max_examples=25, deadline=None)
 @pytest.mark.sampled
 def test_any_bits_come_back(
-    kind: str, format: StateFormat, weight: torch.dtype, seed: int, corners: float, hyperparameters, count: int
+    format: StateFormat, weight: torch.dtype, seed: int, corners: float, hyperparameters, count: int
 ):
-    kernel, other = KERNELS[kind](format)
+    kernel, other = kernels(format)
     on = of_bits(any_bits(20, seed, corners), format, weight)
     ordinary, before, step = copy_of(on), copy_of(on), torch.tensor(float(count))
     outcome, log = with_log(other, on, step, hyperparameters)
@@ -89,9 +164,9 @@ def test_any_bits_come_back(
 
 @EVERY
 @pytest.mark.parametrize(("weight", "gradient"), [(w, g) for w in DTYPES for g in DTYPES])
-def test_steps_are_undone_one_by_one_on_any_number_of_elements(kind: str, format: StateFormat, weight, gradient):
+def test_steps_are_undone_one_by_one_on_any_number_of_elements(format: StateFormat, weight, gradient):
     """Over blocks, on two threads: the ordinary steps' bits, and with the logs of three steps those of the first."""
-    kernel, other = KERNELS[kind](format)
+    kernel, other = kernels(format)
     count = 140_003
     on, ordinary = (run(kernel, operands(count, format, weight, gradient), steps=8) for _ in range(2))
     before, logs, gradients = copy_of(on), [], []
@@ -112,9 +187,9 @@ def test_steps_are_undone_one_by_one_on_any_number_of_elements(kind: str, format
 
 
 @EVERY
-def test_an_update_whose_log_is_full_stops_and_is_undone(kind: str, format: StateFormat):
+def test_an_update_whose_log_is_full_stops_and_is_undone(format: StateFormat):
     """beta1 of 0 has no inverse, so every element would be an entry; in another, the second half is."""
-    kernel, other = KERNELS[kind](format)
+    kernel, other = kernels(format)
     for hyperparameters, spoilt in ((SETTINGS._replace(beta1=0.0), 0), (SETTINGS, 100_000)):
         on = run(kernel, operands(200_000, format), steps=8)
         on.exp_avg[spoilt:] = float("nan")
@@ -127,9 +202,9 @@ def test_an_update_whose_log_is_full_stops_and_is_undone(kind: str, format: Stat
 
 
 @EVERY
-def test_what_somebody_else_has_written_comes_back(kind: str, format: StateFormat):
+def test_what_somebody_else_has_written_comes_back(format: StateFormat):
     """A weight that was set to zero beside its remainder, a weight that is not its master's, a NaN with a payload."""
-    kernel, other = KERNELS[kind](format)
+    kernel, other = kernels(format)
     on = run(kernel, operands(3000, format), steps=3)
     on.weight[:20] = 0
     on.weight[20:30] = 5
@@ -142,10 +217,9 @@ def test_what_somebody_else_has_written_comes_back(kind: str, format: StateForma
     assert_same_bits(on, before)
 
 
-@pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-def test_squares_of_what_is_not_finite_are_not_finite(kind: str, bad: float):
-    kernel, other = KERNELS[kind](FORMATS[0])
+def test_squares_of_what_is_not_finite_are_not_finite(bad: float):
+    kernel, other = kernels(FORMATS[0])
     on = run(kernel, operands(300, FORMATS[0]), steps=3)
     on.gradient[7] = bad
     outcome, _ = with_log(other, on, torch.tensor(4.0))
@@ -154,55 +228,17 @@ def test_squares_of_what_is_not_finite_are_not_finite(kind: str, bad: float):
 
 def test_few_elements_of_ordinary_training_are_entries():
     """After the first steps; docs/exact_clipping.md has their share in a real run."""
-    kernel, other = KERNELS["torch"](StateFormat())
+    kernel, other = kernels(StateFormat())
     on = run(kernel, operands(100_000, StateFormat()), steps=10, hyperparameters=SETTINGS._replace(lr=1e-3))
     _, log = with_log(other, on, torch.tensor(11.0))
     assert log.progress[:, 1].sum() < 500
 
 
-@needs_compiler
-def test_the_c_loop_is_taken_beside_the_c_loop_and_else_torch():
-    format = StateFormat()
-    native = NativeUpdate(native_library(format), threads=1)
-    assert isinstance(reversible(native, format, 1), NativeReversible)
-    assert not isinstance(reversible(FusedUpdate(1), format, 1), NativeReversible)
-
-
-@needs_compiler
-def test_operands_of_other_formats_go_to_torch():
-    format = StateFormat("fp32", "fp32")
-    other = reversible(NativeUpdate(native_library(format), 1), format, 1)
-    on = run(FusedUpdate(1), operands(3000, format, torch.float16, torch.float16), steps=8)
-    before = copy_of(on)
-    outcome, log = with_log(other, on, torch.tensor(9.0))
-    assert outcome.is_complete
-    assert not torch.equal(on.weight, before.weight)
-    other.undo(on, torch.tensor(9.0), SETTINGS, log)
-    assert_same_bits(on, before)
-
-
-@needs_compiler
 def test_a_log_may_begin_between_cache_lines():
-    _, other = KERNELS["native"](StateFormat())
+    _, other = kernels(StateFormat())
     on = run(FusedUpdate(1), operands(3000, StateFormat()), steps=8)
     before, step, nbytes = copy_of(on), torch.tensor(9.0), UndoLog.nbytes(3000)
     log = UndoLog.over(torch.zeros(nbytes + 4, dtype=torch.uint8)[4:], 3000)
     assert other.update(on, step, SETTINGS, log).is_complete
     other.undo(on, step, SETTINGS, log)
     assert_same_bits(on, before)
-
-
-@needs_compiler
-def test_c_and_torch_make_the_same_update_and_nearly_the_same_log():
-    """Estimates of masters may differ in the last bit, because the C loop's rule has fused multiply-adds."""
-    format, made = StateFormat(), []
-    for kind in KERNELS:
-        _, other = KERNELS[kind](format)
-        on = run(FusedUpdate(1), operands(1 << 16, format), steps=8)
-        _, log = with_log(other, on, torch.tensor(9.0))
-        made.append((on, log))
-    (one, first), (two, second) = made
-    assert_same_bits(one, two)
-    assert torch.equal(first.codes[:2], second.codes[:2])
-    near = (first.codes[2].int() - second.codes[2].int()).abs() <= 32
-    assert near.float().mean() > 0.95

@@ -11,11 +11,12 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation
+from offload.speculation.trials import Speculation
+from tests.offload.helpers.kernels import needs_compiler
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs
-from tests.offload.helpers.updates import made, one_step, states_of, updating
+from tests.offload.helpers.updates import is_busy, made, one_step, states_of, updating
 
-pytestmark = pytest.mark.usefixtures("small")
+pytestmark = [pytest.mark.usefixtures("small"), needs_compiler]
 
 PLENTY = 1 << 24
 
@@ -169,7 +170,7 @@ def test_a_change_that_would_be_lost_is_an_error(what: str, how: str):
             one_step(model, mode, step)
             if step == 7:
                 parameter = model.blocks[3].up.weight
-                while mode._overlap._worker._coming or mode._overlap._worker._landed:
+                while is_busy(mode._overlap._worker):
                     time.sleep(0.001)
                 assert optimizer.state[parameter]["step"] == 8
                 changed = parameter.grad if what == "gradient" else parameter
@@ -194,7 +195,7 @@ def test_a_first_update_that_is_taken_back_leaves_no_state(loads: bool):
     results = []
     for speculation in (None, Speculation(math.inf, PLENTY)):
         model, mode = made(Stack, torch.bfloat16), LayerStream(slots=2)
-        options = {"speculate": "on", "master": "fp32"}
+        options = {"speculate": "on"}
         with updating(mode, model, early=False, speculation=speculation, **options) as optimizer:
             for step in range(2):
                 one_step(model, mode, step)

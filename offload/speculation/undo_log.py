@@ -1,4 +1,4 @@
-"""The log of an AdamW update from which the old states are made again bit for bit, in 3.3 bytes a parameter.
+"""AdamW updates that can be undone bit for bit, by a log of 3.3 bytes a parameter.
 
 An update can be inverted but for its rounding: `m' = beta1 m + (1 - beta1) g` gives an estimate of m from m' and the
 gradient g, and so do the rules of the second moment and of the master. The log holds how far the old number is from its
@@ -9,16 +9,18 @@ same way by Maclaurin et al. (2015), "Gradient-based hyperparameter optimization
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+import ctypes
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.memory.limits import free_host_bytes
 from offload.optimizer.formats import StateFormat
+from offload.optimizer.native_kernel import NativeLibrary, address, factors, native_library
 from offload.optimizer.operands import HyperParameters, Operands
 
 # Elements that have a table of entries of their own.
@@ -29,17 +31,20 @@ TILE = 64
 # Place in the block, and bits of weight, of what makes its master, and of the moments.
 ENTRY_WORDS = 5
 NUMBERS = 3
-MASTERS, MOMENTS = ("compact", "fp32"), ("fp32", "bf16")
 # The memory of each part begins at a multiple of this.
 ALIGNED = 64
+SOURCE = Path(__file__).with_name("adamw_undo.c")
+COUNTS, FACTORS, INVERSES = [ctypes.c_int64, ctypes.c_int], [ctypes.c_float] * 7, [ctypes.c_float] * 3
+TENSORS, LOG = [ctypes.c_void_p] * 5, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+SQUARES = [ctypes.POINTER(ctypes.c_double)]
 
 
 def can_be_undone(format: StateFormat) -> bool:
-    """Tells whether updates of states of this format can be undone: exact masters, moments rounded to nearest.
+    """Tells whether updates of states of this format can be undone: exact masters, moments of 16 bits or more.
 
     Codes of 8 bits share a scale, and masters that are rounded at random have lost what an inverse would need.
     """
-    return format.master in MASTERS and format.state_dtype in MOMENTS and not format.rounds_moments
+    return format.master == "compact" and format.state_dtype != "int8"
 
 
 def log_bytes(parameters: Iterable[Tensor]) -> int:
@@ -54,7 +59,7 @@ def bytes_of_logs(counts: Iterable[int]) -> int:
 
 @dataclass
 class UndoLog:
-    """The log of the update of one range of a parameter, which the kernel that wrote it can undo.
+    """The log of the update of one range of a parameter.
 
     Args:
         codes: int8 [3, elements]: the bits of the old first moment, second moment and master, read as an integer, less
@@ -83,15 +88,6 @@ class UndoLog:
         """Returns the bytes of a log for `count` elements."""
         return sum(_padded(_sizes(count)))
 
-    def split(self, size: int) -> Iterator[UndoLog]:
-        """Yields the logs of pieces of `size` elements, whole blocks, from first to last."""
-        count = self.codes.shape[1]
-        for begin in range(0, count, size):
-            end = min(begin + size, count)
-            blocks = slice(begin // BLOCK, -(-end // BLOCK))
-            entries = slice(entries_for(begin), entries_for(end))
-            yield UndoLog(self.codes[:, begin:end], self.entries[entries], self.progress[blocks])
-
 
 def entries_for(count: int) -> int:
     """Returns the number of entries for the first `count` elements."""
@@ -109,29 +105,8 @@ def _padded(sizes: list[int]) -> list[int]:
     return [-(-size // ALIGNED) * ALIGNED for size in sizes]
 
 
-class Outcome(NamedTuple):
-    """The result of an update with a log."""
-
-    squares: float
-    """the sum of the squares of the gradients of the elements that were updated"""
-    is_complete: bool
-    """False: the log had no room for more, and some elements were not updated; undo the others"""
-
-
-class ReversibleUpdate(Protocol):
-    """A kernel that updates operands of a format for which `can_be_undone`, to the bits of the ordinary update."""
-
-    def update(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> Outcome:
-        """Updates the operands in place and writes the log. `step`: the count of this update, a float32 scalar."""
-        ...
-
-    def undo(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> None:
-        """Gives the operands the bits that they had; gradient, `step` and hyper-parameters are those of `update`."""
-        ...
-
-
 class UndoArena:
-    """Host memory of at most `limit` bytes for the logs of one step at a time; it may be used by several threads.
+    """Host memory of at most `limit` bytes for the logs of one step at a time.
 
     The memory is reserved with the first log: at most half of what the host has free then, divided among the
     `processes` that do so at the same time. The system gives pages to what is written alone.
@@ -142,26 +117,76 @@ class UndoArena:
         self._processes = processes
         self._memory: Tensor | None = None
         self._used = self._taken = 0
-        self._lock = threading.Lock()
 
     def take(self, counts: Sequence[int]) -> list[UndoLog] | None:
         """Returns logs for ranges of so many elements; None where there is no room left for all of them."""
         sizes = [UndoLog.nbytes(count) for count in counts]
-        with self._lock:
-            if self._memory is None:
-                free = free_host_bytes()
-                size = self.limit if free is None else min(self.limit, free // (2 * self._processes))
-                self._memory = torch.empty(size, dtype=torch.uint8)
-            begin, end = self._used, self._used + sum(sizes)
-            if end > self._memory.numel():
-                return None
-            self._used, self._taken = end, self._taken + 1
-            pieces = self._memory[begin:end].split(sizes)
-            return [UndoLog.over(piece, count) for piece, count in zip(pieces, counts, strict=True)]
+        if self._memory is None:
+            free = free_host_bytes()
+            size = self.limit if free is None else min(self.limit, free // (2 * self._processes))
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        begin, end = self._used, self._used + sum(sizes)
+        if end > self._memory.numel():
+            return None
+        self._used, self._taken = end, self._taken + 1
+        pieces = self._memory[begin:end].split(sizes)
+        return [UndoLog.over(piece, count) for piece, count in zip(pieces, counts, strict=True)]
 
     def give_back(self) -> None:
         """Takes back what one `take` returned, which nobody uses any more; with the last all memory is free again."""
-        with self._lock:
-            self._taken -= 1
-            if not self._taken:
-                self._used = 0
+        self._taken -= 1
+        if not self._taken:
+            self._used = 0
+
+
+class Outcome(NamedTuple):
+    """The result of an update with a log."""
+
+    squares: float
+    """the sum of the squares of the gradients of the elements that were updated"""
+    is_complete: bool
+    """False: the log had no room for more, and some elements were not updated; undo the others"""
+
+
+def undo_library(format: StateFormat) -> NativeLibrary | None:
+    """Returns the C loop of adamw_undo.c for a format that `can_be_undone`; None without a compiler."""
+    return native_library(format, SOURCE, f"-DELEMENTS_FOR_ENTRY={ELEMENTS_FOR_ENTRY}")
+
+
+class ReversibleUpdate:
+    """The rule of adamw_kernel.c with its results, and a log; on `threads` cores, called without Python's lock.
+
+    It takes the operands that `library` supports.
+    """
+
+    def __init__(self, library: NativeLibrary, threads: int):
+        self._library = library
+        self._threads = threads
+
+    def update(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> Outcome:
+        """Updates the operands in place and writes the log. `step`: the count of this update, a float32 scalar."""
+        arguments = [*COUNTS, *TENSORS, *LOG, *SQUARES, *FACTORS, *INVERSES]
+        function = self._library.function("update", operands, arguments, ctypes.c_int)
+        squares = ctypes.c_double()
+        is_complete = function(
+            *self._operands(operands, log), squares, *factors(hyperparameters, step), *_inverses(hyperparameters)
+        )
+        return Outcome(squares.value, bool(is_complete))
+
+    def undo(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> None:
+        """Gives the operands the bits that they had; gradient, `step` and hyper-parameters are those of `update`."""
+        arguments = [*COUNTS, *TENSORS, *LOG, *FACTORS[1:], *INVERSES]
+        function = self._library.function("undo", operands, arguments)
+        # The old master is found by the inverse of the decay alone.
+        function(*self._operands(operands, log), *factors(hyperparameters, step)[1:], *_inverses(hyperparameters))
+
+    def _operands(self, of: Operands, log: UndoLog) -> tuple[int | None, ...]:
+        tensors = (of.weight, of.gradient, of.master, of.exp_avg, of.exp_avg_sq)
+        parts = address(log.codes), log.codes.stride(0), address(log.entries), address(log.progress)
+        return of.weight.numel(), self._threads, *map(address, tensors), *parts
+
+
+def _inverses(hyperparameters: HyperParameters) -> tuple[float, ...]:
+    """Returns the inverses of beta1, beta2 and the decay; of 0, NaN, with which each element becomes an entry."""
+    lr, beta1, beta2, _, weight_decay = hyperparameters
+    return tuple(1 / factor if factor else float("nan") for factor in (beta1, beta2, 1 - lr * weight_decay))

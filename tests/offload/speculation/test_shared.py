@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from offload.optimizer.speculation import Speculation, SpeculativeUpdates
+from offload.speculation.trials import Attempt, Speculation, Trials
+from offload.speculation.undo_log import undo_library
+from tests.offload.helpers.kernels import needs_compiler
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs
-from tests.offload.helpers.optimizers import needs_compiler
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 from tests.offload.helpers.sharing_steps import PLENTY, Change, Sharer, sharing, unchanged
 from tests.offload.helpers.updates import DTYPES, MODES, host_adamw, made
 
-pytestmark = pytest.mark.usefixtures("small")
+pytestmark = [pytest.mark.usefixtures("small"), needs_compiler]
 
 
 STEPS = 8
@@ -106,18 +107,6 @@ def test_any_number_of_sharers_and_hosts_has_the_numbers_of_one_device(count: in
         assert 0 < counters.undone_parameters < counters.speculated_parameters
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("format", [{}, {"master": "fp32", "state_dtype": "bf16"}], ids=str)
-def test_equals_deferred_updates_with_the_compiled_kernel(format: dict):
-    options = {"compile": "auto"} | format
-    limit = some_clipped("bf16", 2)
-    theirs = alone("bf16", 2, limit, **options)[1]
-    for found, counters, _ in together(2, "bf16", limit, **options):
-        assert_same(found, theirs)
-        assert 0 < counters.undone_parameters < counters.speculated_parameters
-
-
 @pytest.mark.parametrize("make_mode", [functools.partial(ShardOffload, shards=2), LayerStream])
 def test_several_microbatches_have_the_numbers_of_deferred_updates(make_mode):
     """Sums of sums round otherwise than on one device. Added up at home, gradients are summed after backward."""
@@ -174,7 +163,7 @@ def test_an_element_that_only_one_sharer_updates_and_is_not_finite_is_undone_by_
     def work(sharers: ThreadSharers):
         with sharing(sharers, model) as sharer:
             weight = sharer.model.blocks[3].down.weight
-            _, parts = sharers.laid_down(sharer.optimizer.own_parts(weight))
+            _, parts = sharers.laid_down(sharer.optimizer.states.parts(weight))
             for step in range(4):
                 if step == 3:
                     before, earlier = sharer.result(), sharer.counters
@@ -300,22 +289,23 @@ def test_an_update_whose_second_slice_has_no_room_in_its_log_leaves_no_trace():
 
     def work(sharers: ThreadSharers) -> None:
         optimizer = host_adamw(nn.ParameterList([weight]))
-        optimizer.share({weight: [range(1024), range(2048, 3072), range(3072, 4096)]}, sharers)
+        optimizer.states.share({weight: [range(1024), range(2048, 3072), range(3072, 4096)]}, sharers)
         optimizer.allocate()
-        speculative = SpeculativeUpdates(optimizer, Speculation(math.inf, PLENTY), sharers.count)
+        speculation = Speculation(math.inf, PLENTY)
+        trials = Trials(optimizer, undo_library(optimizer.format), speculation, sharers.count)
         weight.grad = torch.full_like(weight, 0.5)
         optimizer.step()
         # No old number follows from the new one.
         optimizer.state[weight]["exp_avg"][2048:3072] = math.nan
         before = [weight.detach().clone(), *(tensor.clone() for tensor in optimizer.state[weight].values())]
         # As the logs of an earlier step leave it.
-        speculative._arena.take([1])
-        speculative._arena._memory.fill_(1)
-        speculative._arena.give_back()
-        speculative.begin_step()
-        assert speculative.make(optimizer.claim([weight])) == []
-        assert not speculative.goes_on
-        assert not speculative.made_parameters
+        trials._arena.take([1])
+        trials._arena._memory.fill_(1)
+        trials._arena.give_back()
+        trials.begin_step()
+        assert trials.make(Attempt(optimizer.claim([weight]))) == 0
+        assert not trials.goes_on
+        assert not trials.counters().speculated_parameters
         assert_same([weight.detach(), *optimizer.state[weight].values()], before)
 
     as_sharers(1, work)

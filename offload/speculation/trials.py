@@ -2,9 +2,9 @@
 
 With clipping no update may begin before the norm of all gradients is known, after backward. But most steps of most runs
 are not clipped: their gradients count once, as without clipping. So updates inside backward take that for granted,
-with a log each (`offload.optimizer.undo_log`). When the norm is known, they are kept, or undone bit for bit and made
-again. Speculative execution with roll-back is that of processors, and of Jefferson (1985), "Virtual time".
-docs/exact_clipping.md has the proof and the costs.
+with a log each (`undo_log`). When the norm is known, they are kept, or undone bit for bit and made again. Speculative
+execution with roll-back is that of processors, and of Jefferson (1985), "Virtual time". docs/exact_clipping.md has the
+proof and the costs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.errors import KnobError
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.kernels import torch_threads
-from offload.optimizer.native_undo import reversible
+from offload.optimizer.native_kernel import NativeLibrary
 from offload.optimizer.states import some_elements, version_and_address
-from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can_be_undone
+from offload.speculation.undo_log import ReversibleUpdate, UndoArena, UndoLog
 from offload.streams.counters import Counters
 
 # With speculate="auto" a step speculates if this many steps before it were neither clipped nor taken back.
@@ -105,140 +104,139 @@ class Decision:
         )
 
 
-class SpeculativeUpdates:
-    """Makes and undoes trials of `optimizer`, and decides by the steps before whether a step has any.
+@dataclass(eq=False)
+class Attempt:
+    """Claimed updates that are tried one after the other, until there is a `decision` on them."""
 
-    The worker makes and undoes, one thread at a time; the thread that makes the steps begins and ends them. Raises
-    KnobError for states of a format that cannot be undone.
+    claims: list[Claim]
+    trials: list[Trial] = field(default_factory=list)
+    decision: Decision | None = None
+
+
+class Trials:
+    """Makes, keeps and undoes trials of `optimizer`, and decides by the steps before whether a step has any.
+
+    The worker makes and settles them, one thread at a time; the thread that makes the steps begins and ends these.
 
     Where `processes` share the parameters, each makes and undoes trials of its own slices. When it stops or takes back
     is its own affair. Whether trials are kept is not: `scale` and `skip` follow from the norm of all gradients, which
     is the same on all of them.
     """
 
-    def __init__(self, optimizer: HostAdamW, speculation: Speculation, processes: int = 1):
-        if not can_be_undone(optimizer.format):
-            problem = (
-                "updates of such states cannot be undone: give speculate=off, or master compact or fp32 and moments in"
-                " fp32 or bf16 that are rounded to nearest"
-            )
-            raise KnobError("speculate", optimizer.speculate, problem)
-        self.made_parameters = self.undone_parameters = 0
-        self.undo_ms = 0.0
+    def __init__(self, optimizer: HostAdamW, library: NativeLibrary, speculation: Speculation, processes: int = 1):
+        # True if trials may be made in this step: those made so far have not shown that they will be undone.
+        self.goes_on = False
         self._optimizer = optimizer
+        self._library = library
         self._limit = speculation.limit
         self._arena = UndoArena(speculation.undo_bytes, processes)
         self._squares = 0.0
-        self._goes_on = False
         # For each of the last steps: True if it was not clipped and nothing was taken back in it.
         self._quiet: deque[bool] = deque(maxlen=QUIET_STEPS)
         self._was_taken_back = False
-        # Compiled now, and not in a step.
-        self._kernel_of(optimizer)
-
-    @property
-    def goes_on(self) -> bool:
-        """True if updates may be made in this step: those made so far have not shown that they will be undone."""
-        return self._goes_on
+        self._made_parameters = self._undone_parameters = 0
+        self._undo_ms = 0.0
 
     def begin_step(self) -> None:
         self._squares, self._was_taken_back = 0.0, False
-        self._goes_on = self._optimizer.speculate == "on" or all(self._quiet)
-
-    def stop(self) -> None:
-        """Makes no more trials in this step."""
-        self._goes_on = False
+        self.goes_on = self._optimizer.speculate == "on" or all(self._quiet)
 
     def take_back(self) -> None:
         """Notes that the trials of this step are undone, for another reason than its norm."""
-        self._goes_on, self._was_taken_back = False, True
+        self.goes_on, self._was_taken_back = False, True
         self._quiet.append(False)
 
     def end_step(self, is_clipped: bool) -> None:
         """Notes that the step is over, whose gradients did not count in full if it `is_clipped`."""
-        self._goes_on = False
+        self.goes_on = False
         if not self._was_taken_back:
             self._quiet.append(not is_clipped)
 
-    def make(self, claims: Iterable[Claim]) -> list[Trial]:
-        """Makes claimed updates until the norm so far passes the limit, or a log is full; returns those it has made."""
-        made: list[Trial] = []
-        for claim in claims:
-            trial = self._try(claim) if self._goes_on else None
+    def make(self, attempt: Attempt) -> int:
+        """Makes updates until the norm so far passes the limit, a log is full, or there is a decision on them.
+
+        Returns the number of parameters in them.
+        """
+        for claim in attempt.claims:
+            trial = self._try(claim) if self.goes_on and attempt.decision is None else None
             if trial is None:
                 break
-            made.append(trial)
-        return made
+            attempt.trials.append(trial)
+        return sum(trial.claim.parameter.numel() for trial in attempt.trials)
 
-    def undo(self, trials: Iterable[Trial]) -> None:
-        """Gives parameters and states the bits that they had.
-
-        Raises RuntimeError where somebody has changed the parameter or its gradient in between: the old bits are lost.
-        """
-        start = perf_counter()
-        for trial in trials:
-            self._undo(trial)
-        self.undo_ms += (perf_counter() - start) * 1e3
-
-    def forget(self, trials: Iterable[Trial]) -> None:
-        """Gives back the logs of trials that nobody will undo any more."""
-        for _ in trials:
-            self._arena.give_back()
-
-    def count_undone(self, trials: Iterable[Trial]) -> None:
-        """Counts trials that are to be undone."""
-        self.undone_parameters += sum(trial.claim.parameter.numel() for trial in trials)
+    def settle(self, attempts: Iterable[Attempt]) -> int:
+        """Does what was decided on each of them; returns the number of parameters in the updates that it makes."""
+        return sum(map(self._settle, attempts))
 
     def counters(self) -> Counters:
         """Counts the parameters that were updated inside backward, and of these those that were undone."""
         return Counters(
-            speculated_parameters=self.made_parameters,
-            undone_parameters=self.undone_parameters,
-            undo_ms=self.undo_ms,
+            # The worker takes what undoes updates for updates.
+            update_ms=-self._undo_ms,
+            speculated_parameters=self._made_parameters,
+            undone_parameters=self._undone_parameters,
+            undo_ms=self._undo_ms,
         )
+
+    def _settle(self, attempt: Attempt) -> int:
+        decision, start = attempt.decision, perf_counter()
+        kept = {trial.claim.parameter for trial in attempt.trials if decision.keeps(trial)}
+        undone = [trial for trial in attempt.trials if trial.claim.parameter not in kept]
+        self._undone_parameters += sum(trial.claim.parameter.numel() for trial in undone)
+        for trial in undone:
+            self._undo(trial)
+        for _ in attempt.trials:
+            self._arena.give_back()
+        # They refer to gradients.
+        attempt.trials.clear()
+        self._undo_ms += (perf_counter() - start) * 1e3 if undone else 0
+        parameters = [claim.parameter for claim in attempt.claims if claim.parameter not in kept]
+        claims = [decision.claims[parameter] for parameter in parameters if parameter in decision.claims]
+        if claims:
+            self._optimizer.apply(claims, decision.scale)
+        return sum(claim.parameter.numel() for claim in claims)
 
     @torch.no_grad()
     def _try(self, claim: Claim) -> Trial | None:
-        optimizer, parameter = self._optimizer, claim.parameter
-        parts = optimizer.own_parts(parameter)
-        logs = self._arena.take(list(map(len, parts))) if can_undo(optimizer, parameter) else None
+        optimizer, parameter, states = self._optimizer, claim.parameter, self._optimizer.states
+        parts = states.parts(parameter)
+        logs = self._arena.take(list(map(len, parts))) if self._can_undo(claim) else None
         if logs is None:
-            self.stop()
+            self.goes_on = False
             return None
-        state = optimizer.state[parameter]
+        state = states.tensors[parameter]
         held, step = frozenset(state), state["step"].item() if "step" in state else 0.0
         begun: list[tuple[range, UndoLog]] = []
         # Noted before anything is read. The update itself raises the parameter's counter by one.
         version, gradient_mark = parameter._version, mark_of(claim.gradient, parts)
-        state, is_complete = optimizer.begin_updates([parameter])[0], True
+        (state,), is_complete = states.begin([parameter]), True
         # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
         operands = operands_of(claim, state, parameter.data, claim.gradient)
-        kernel = self._kernel_of(optimizer)
+        kernel = ReversibleUpdate(self._library, optimizer.threads)
         with torch_threads(optimizer.threads):
             for part, log in zip(parts, logs, strict=True):
                 # Logs behind the one that is full are not written, and cannot be undone.
                 begun.append((part, log))
-                arguments = operands.part(part), state["step"], claim.hyperparameters, log
-                squares, is_complete = kernel.update(*arguments)
+                squares, is_complete = kernel.update(operands.part(part), state["step"], claim.hyperparameters, log)
                 self._squares += squares
                 if not is_complete:
                     break
         # A sum that is not a number passes no limit, and stops as well.
         if not math.sqrt(self._squares) <= self._limit or self._squares == math.inf:
-            self.stop()
+            self.goes_on = False
         marks = mark_of(parameter, parts)._replace(version=version + 1), gradient_mark
         trial = Trial(claim, begun, held, step, parts, marks)
         if is_complete:
-            self.made_parameters += parameter.numel()
+            self._made_parameters += parameter.numel()
             return trial
-        self.stop()
+        self.goes_on = False
         self._undo(trial)
         self._arena.give_back()
         return None
 
     @torch.no_grad()
     def _undo(self, trial: Trial) -> None:
-        optimizer, claim = self._optimizer, trial.claim
+        optimizer, claim, states = self._optimizer, trial.claim, self._optimizer.states
         parameter = claim.parameter
         if not trial.is_untouched:
             raise RuntimeError(
@@ -246,26 +244,22 @@ class SpeculativeUpdates:
                 " optimizer.step(), after an update that has to be undone: call optimizer.finish() before the"
                 " change, or give the optimizer speculate=off"
             )
-        state = optimizer.state[parameter]
+        state = states.tensors[parameter]
         operands = operands_of(claim, state, parameter.data, claim.gradient)
-        kernel = self._kernel_of(optimizer)
-        with torch_threads(optimizer.threads):
-            for part, log in trial.logs:
-                kernel.undo(operands.part(part), state["step"], claim.hyperparameters, log)
+        kernel = ReversibleUpdate(self._library, optimizer.threads)
+        for part, log in trial.logs:
+            kernel.undo(operands.part(part), state["step"], claim.hyperparameters, log)
         # The old count is written, not subtracted: from 2^24 on a float32 counts no further.
-        optimizer.begin_updates([parameter])[0]["step"].fill_(trial.step)
+        states.begin([parameter])[0]["step"].fill_(trial.step)
         # A master that this update has made would later overwrite what others write to the weight until then.
         for name in state.keys() - trial.held:
             del state[name]
         if not state:
-            del optimizer.state[parameter]
+            del states.tensors[parameter]
 
-    @staticmethod
-    def _kernel_of(optimizer: HostAdamW) -> ReversibleUpdate:
-        return reversible(optimizer.kernel_on(torch.device("cpu")), optimizer.format, optimizer.threads)
-
-
-def can_undo(optimizer: HostAdamW, parameter: Tensor) -> bool:
-    """Tells whether updates of a parameter can be undone: it is on the host, contiguous, its exact state beside it."""
-    beside = parameter.device.type == "cpu" and parameter.is_contiguous() and not optimizer.is_elsewhere(parameter)
-    return beside and can_be_undone(optimizer.format)
+    def _can_undo(self, claim: Claim) -> bool:
+        """Tells whether an update can be undone: of a parameter on the host, contiguous, its state beside it."""
+        parameter = claim.parameter
+        on_host = parameter.device.type == "cpu" and not self._optimizer.states.is_placed(parameter)
+        dtypes = {parameter.dtype, claim.gradient.dtype}
+        return on_host and parameter.is_contiguous() and dtypes <= {torch.float32, torch.bfloat16}

@@ -6,7 +6,7 @@
    remainder is not what writing their master gives, because somebody else has written it.
 
    An update stops where the entries of a block are full, and says so; what it has updated can be undone. Compiled for
-   one format, as adamw_kernel.c is: masters that are compact or fp32, moments that are fp32 or bf16.
+   one format, as adamw_kernel.c is: compact masters, moments that are fp32 or bf16.
 
    Codes are narrowed to bytes in loops of their own: a compiler that meets bytes and floats in one loop takes as many
    floats at once as bytes fill a register, and runs out of registers. The codes of a tile fill a cache line in each
@@ -15,6 +15,9 @@
 /* As many elements as a cache line has codes. */
 #define TILE 64
 #include "adamw_formats.h"
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 /* Elements for each entry of a block, beside those of a tile. */
 #define ENTRIES(LENGTH) (TILE + (LENGTH) / ELEMENTS_FOR_ENTRY)
@@ -46,11 +49,6 @@ typedef struct {
 #define own_REST_BITS(stored) 0
 #define own_SET_REST(i, bits) (void)(bits)
 #define own_IS_FOREIGN(i, master) 0
-#define fp32_WEIGHT_BITS(stored) (stored)
-#define fp32_WEIGHT_OF(bits) (bf16)(bits)
-#define fp32_REST_BITS(stored) bits_of(stored)
-#define fp32_SET_REST(i, bits) rest[i] = float_of(bits)
-#define fp32_IS_FOREIGN(i, master) (weight[i] != to_away(master))
 #define compact_WEIGHT_BITS(stored) (stored)
 #define compact_WEIGHT_OF(bits) (bf16)(bits)
 #define compact_REST_BITS(stored) ((uint16_t)(stored))
@@ -59,10 +57,21 @@ typedef struct {
 
 /* Whole lines go past the caches: nobody reads them soon, and they need not be read first. */
 static inline void store_codes(int8_t *to, const int8_t *from, int64_t size) {
-  if (size == TILE && (uintptr_t)to % CACHE_LINE == 0)
-    store_past_caches(to, from, TILE);
-  else
-    memcpy(to, from, (size_t)size);
+#ifdef __SSE2__
+  if (size == TILE && (uintptr_t)to % CACHE_LINE == 0) {
+    for (int part = 0; part < TILE / (int)sizeof(__m128i); part++)
+      _mm_stream_si128((__m128i *)to + part, _mm_load_si128((const __m128i *)from + part));
+    return;
+  }
+#endif
+  memcpy(to, from, (size_t)size);
+}
+
+/* To be called before other threads read memory that was stored past the caches. */
+static inline void finish_stores(void) {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
 }
 
 /* The old numbers from the new ones, but for rounding. `back` is the inverse of the factor that the rule has. */
@@ -73,13 +82,13 @@ static inline float last_master(float value, float change, float back) { return 
 #define UPDATE_TILE(KIND, WEIGHT, GRADIENT, FROM, SIZE)                                                               \
   {                                                                                                                   \
     int64_t from = FROM, size = SIZE;                                                                                 \
-    WEIGHT *out = weight + from, old_weight[TILE];                                                                    \
+    WEIGHT old_weight[TILE];                                                                                          \
     OF(KIND, rest) old_rest[TILE];                                                                                    \
     OF(MOMENT, moment) old_m[TILE], old_v[TILE];                                                                      \
     int16_t m_off[TILE], v_off[TILE], master_off[TILE], is_far[TILE];                                                 \
     int8_t codes_of[3][TILE] __attribute__((aligned(CACHE_LINE)));                                                    \
     uint32_t any = 0;                                                                                                 \
-    memcpy(old_weight, out, (size_t)size * sizeof *out);                                                              \
+    memcpy(old_weight, weight + from, (size_t)size * sizeof *weight);                                                    \
     if (OF(KIND, HAS_REST)) memcpy(old_rest, rest + from, (size_t)size * sizeof *rest);                               \
     memcpy(old_m, exp_avg + from, (size_t)size * sizeof *exp_avg);                                                    \
     memcpy(old_v, exp_avg_sq + from, (size_t)size * sizeof *exp_avg_sq);                                              \
@@ -104,7 +113,7 @@ static inline float last_master(float value, float change, float back) { return 
                      (near_m != near_m) | (near_v != near_v) | (near_master != near_master);                          \
       exp_avg[i] = OF(MOMENT, STORE)(new_m);                                                                          \
       exp_avg_sq[i] = OF(MOMENT, STORE)(new_v);                                                                       \
-      OF(KIND, WRITE)(i, k, value);                                                                                   \
+      OF(KIND, WRITE)(i, value);                                                                                      \
       m_off[k] = (int16_t)m_by;                                                                                       \
       v_off[k] = (int16_t)v_by;                                                                                       \
       master_off[k] = (int16_t)master_by;                                                                             \
@@ -126,7 +135,6 @@ static inline float last_master(float value, float change, float back) { return 
 #define UNDO_TILE(KIND, GRADIENT, FROM, SIZE)                                                                         \
   {                                                                                                                   \
     int64_t from = FROM, size = SIZE;                                                                                 \
-    __typeof__(weight) out = weight + from;                                                                           \
     int16_t m_off[TILE], v_off[TILE], master_off[TILE];                                                               \
     for (int64_t k = 0; k < size; k++) m_off[k] = code[from + k];                                                     \
     for (int64_t k = 0; k < size; k++) v_off[k] = code[row + from + k];                                               \
@@ -143,7 +151,7 @@ static inline float last_master(float value, float change, float back) { return 
       float near_master = last_master(value, change_of(m, v, correction, eps, step_size), back);                      \
       exp_avg[i] = OF(MOMENT, STORE)(m_bits);                                                                         \
       exp_avg_sq[i] = OF(MOMENT, STORE)(v_bits);                                                                      \
-      OF(KIND, WRITE)(i, k, float_of(bits_of(near_master) + (uint32_t)master_off[k]));                                \
+      OF(KIND, WRITE)(i, float_of(bits_of(near_master) + (uint32_t)master_off[k]));                                   \
     }                                                                                                                 \
   }
 
@@ -158,13 +166,6 @@ static inline float last_master(float value, float change, float back) { return 
   OF(MOMENT, moment) *exp_avg_sq = (OF(MOMENT, moment) *)exp_avg_sqs + start;                                         \
   int8_t *code = codes + start;                                                                                       \
   entry *entries = all_entries + b * ENTRIES(BLOCK);
-
-#define PREFETCH_TILE(KIND, FROM)                                                                                     \
-  PREFETCH(gradient + (FROM));                                                                                        \
-  if (OF(KIND, HAS_REST)) PREFETCH(rest + (FROM));                                                                    \
-  PREFETCH(weight + (FROM));                                                                                          \
-  PREFETCH(exp_avg + (FROM));                                                                                         \
-  PREFETCH(exp_avg_sq + (FROM))
 
 /* Returns 1 if all elements were updated. Adds up the squares of the gradients of those that were. */
 #define UPDATE(NAME, KIND, WEIGHT, GRADIENT)                                                                          \
