@@ -110,15 +110,13 @@ class Components:
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
         found = cls(settled, dtype, model, mode, footprint, blocks, optimizer_class).with_gradients(gradients)
-        found = replace(found, settled=found.settled.because(_reasons(found)))
         return replace(found, reference=_reference(found)) if found.task.needs_copy else found
 
     def with_gradients(self, choice: GradientChoice) -> Components:
         """Returns the components of a run with this choice; their mode has been told."""
-        footprint, settled = self.footprint, self.settled.because(choice.reasons)
-        if choice.released != self.gradients.released:
-            footprint = footprint_of(self.config, self.mode, self.model, choice)
-        return replace(self, gradients=choice, footprint=footprint, settled=settled)
+        if choice.released == self.gradients.released:
+            return replace(self, gradients=choice)
+        return replace(self, gradients=choice, footprint=footprint_of(self.config, self.mode, self.model, choice))
 
     def with_config(self, config: DictConfig, notes: tuple[str, ...] = ()) -> Components:
         """Returns the components with another configuration that describes the same objects, and further `notes`."""
@@ -316,10 +314,10 @@ def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tupl
         raise UserError(str(error)) from error
 
 
-def _reasons(found: Components) -> dict[str, str]:
-    """Returns by key what follows from the mode and from what trains, and why."""
+def reasons_of(found: Components) -> dict[str, str]:
+    """Returns by key every value that was chosen, and why: with those of `Settled` what the mode and the model ask."""
     config, choices, given = found.config, found.invocation.choices, found.invocation.overridden
-    optimizer, reasons = choices.get("optimizer"), {}
+    optimizer, reasons = choices.get("optimizer"), {**found.settled.reasons, **found.gradients.reasons}
     streams = bool(found.footprint.units)
     if found.updates_overlap and streams and "optimizer" not in given:
         reasons["optimizer"] = f"{optimizer}, because offload={choices.get('offload')} keeps weights on the host"
