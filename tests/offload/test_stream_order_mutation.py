@@ -29,7 +29,6 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
-from offload.sharing import slices
 from offload.sharing.buckets import gradient_buckets
 from offload.speculation.trials import Speculation
 from offload.streams import registry
@@ -356,7 +355,6 @@ def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 10000)
-    monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 512)
     monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
     monkeypatch.setattr(ring, "RING_UNITS", 1)
     sites = _Sites(monkeypatch)

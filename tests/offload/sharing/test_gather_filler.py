@@ -18,8 +18,8 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
-from offload.sharing import slices
 from offload.sharing.sharers import NO_SHARERS, Sharers, meet
+from offload.sharing.slices import slices_of
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
@@ -35,12 +35,6 @@ def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "collectives":
         use_collectives(monkeypatch)
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def several_chunks(monkeypatch: pytest.MonkeyPatch):
-    """Units of these models are small."""
-    monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 512)
 
 
 def same_norm(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
@@ -187,11 +181,7 @@ def test_sharers_of_two_hosts_compute_what_one_process_does(early: bool):
 
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("device_share", [0, 3000])
-def test_sums_without_norms_are_made_in_slices(
-    hosts: int, device_share: int, links: str, monkeypatch: pytest.MonkeyPatch
-):
-    # Slices of several chunks are not one slice of the unit.
-    monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 2**20)
+def test_sums_without_norms_are_made_in_slices(hosts: int, device_share: int, links: str):
     torch.manual_seed(0)
     model = Stack(depth=3).to(torch.bfloat16)
     count = 2 * hosts
@@ -382,7 +372,7 @@ def test_all_see_one_memory_with_the_weights_and_the_sums_of_their_gradients():
         model, mode = Stack(depth=2), LayerStream()
         mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
         filler = mode._streamer.filler
-        assert filler.slot_bytes == max(slices.slices_of(unit, 2).padded_bytes for unit in mode._streamer.cut.units)
+        assert filler.slot_bytes == max(slices_of(unit, 2).padded_bytes for unit in mode._streamer.cut.units)
         shared = [t for home in filler._sum_homes.values() for u, g in home.gradients.items() for t in (u.host.data, g)]
         for number, tensor in enumerate(shared):
             if number % 2 == sharers.rank:

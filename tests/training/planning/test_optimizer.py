@@ -9,6 +9,7 @@ import pytest
 from offload.planning import StateFormat, bytes_of_logs, log_bytes
 from tests.training.helpers.in_process import components_of
 from training.planning.optimizer import UNDO_LOG, planned_speculation, speed_of
+from training.settle.components import reasons_of
 
 
 @pytest.mark.slow
@@ -139,7 +140,7 @@ def test_the_logs_take_at_most_what_a_host_budget_leaves(planned):
 )
 def test_the_plan_tells_whether_a_run_speculates(overrides: tuple[str, ...], line: str | None):
     components = components_of("offload=layer_stream", *overrides)
-    found = components.settled.reasons.get("optimizer.speculate")
+    found = reasons_of(components).get("optimizer.speculate")
     assert found.startswith(line) if line else found is None
     assert components.speculates == (line is not None and not line.startswith("off"))
     if "on_nonfinite=skip" in overrides:
