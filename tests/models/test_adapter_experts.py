@@ -31,6 +31,7 @@ from models.quantise import quantise
 from models.quantise_formats import FORMATS
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap, find_blocks, recompute
 from offload.weights.units import joining
+from tests.models.helpers.adapted import disturb, fill_base, with_memory
 from tests.models.helpers.hf_models import GROUPED, MIXTRAL, tiny
 from tests.models.helpers.saving import save_adapter
 from tests.offload.helpers.models import attached
@@ -59,23 +60,16 @@ def meta(name: str) -> TransformersModel:
         return build_hf(name, "causal_lm", MODELS[name])
 
 
-def fill(model: nn.Module) -> nn.Module:
-    with without_adapters(model):
-        model.fill_buffers()
-        model.initialise(0)
+def fill(model: nn.Module) -> None:
+    fill_base(model)
     initialise_adapters(model, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
+    disturb(model, 1)
 
 
 def adapted(name: str, adapter: Lora = EXPERTS) -> nn.Module:
     model = meta(name)
     inject(model, adapter, torch.float32)
-    return fill(model.to_empty(device="cpu"))
+    return disturb(with_memory(model), 1)
 
 
 def twin(model: TransformersModel) -> nn.Module:
@@ -136,11 +130,7 @@ def test_what_peft_saves_of_the_same_parameters_is_loaded(tmp_path: Path):
 def test_first_values_are_those_of_the_base_and_a_function_of_seed_and_name():
     model = meta("mixtral")
     inject(model, EXPERTS, torch.float32)
-    model.to_empty(device="cpu")
-    with without_adapters(model):
-        model.fill_buffers()
-        model.initialise(0)
-    initialise_adapters(model, 0)
+    with_memory(model)
     assert torch.equal(model.eval().hf(IDS).logits, twin(model)(IDS).logits)
     firsts = {name: tensor for name, tensor in adapter_tensors(model).items() if "experts" in name and "_A." in name}
     assert len(firsts) == len({tensor.sum().item() for tensor in firsts.values()}) == 4

@@ -21,10 +21,10 @@ from models.adapter_files import (
     check_folder,
     load_adapter,
 )
-from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, merge_adapter, root_of, without_adapters
+from models.adapters import Dora, Lora, RsLora, inject, merge_adapter, root_of, without_adapters
 from models.diffusion import build_diffusion
-from models.initialise import initialise
 from models.llama import Llama
+from tests.models.helpers.adapted import disturb, with_memory
 from tests.models.helpers.hf_models import tiny
 from tests.models.helpers.saving import save_adapter
 from tests.models.helpers.unets import UNET
@@ -46,20 +46,7 @@ CONDITIONED_UNET = UNET | {
 def filled(model: nn.Module, adapter: Lora, seed: int = 0) -> nn.Module:
     """The model with an adapter whose values are those after some training."""
     inject(model, adapter, torch.float32)
-    model.to_empty(device="cpu").eval()
-    if hasattr(root_of(model), "tie_weights"):
-        root_of(model).tie_weights()
-    with without_adapters(model):
-        if hasattr(model, "fill_buffers"):
-            model.fill_buffers()
-        getattr(model, "initialise", lambda seed: initialise(model, seed))(0)
-    initialise_adapters(model, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
+    return disturb(with_memory(model, seed), seed).eval()
 
 
 def llama(adapter: Lora, seed: int = 0) -> Llama:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, without_adapters
+from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject
 from models.diffusion import build_diffusion
-from models.initialise import initialise
 from models.llama import Llama
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap, find_blocks, recompute
+from tests.models.helpers.adapted import fill_base
 from tests.models.helpers.hf_models import tiny
 from tests.models.test_adapters import UNET
 from tests.offload.helpers.models import attached
@@ -72,10 +72,7 @@ def trained(name: str, kind: str, mode: Mode, again: bool = False) -> list[Tenso
 
     seen = []
     with attached(mode, model):
-        with without_adapters(model):
-            if hasattr(model, "fill_buffers"):
-                model.fill_buffers()
-            getattr(model, "initialise", lambda seed: initialise(model, seed))(0)
+        fill_base(model)
         initialise_adapters(model, 0)
         undo = recompute([block for _, block in find_blocks(model)] if again else [])
         found = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -25,6 +25,7 @@ from models.adapters import (
 from models.diffusion import build_diffusion
 from models.initialise import initialise
 from models.llama import Llama
+from tests.models.helpers.adapted import disturb, with_memory
 from tests.models.helpers.hf_models import batch, tiny
 from tests.models.helpers.unets import UNET
 
@@ -41,20 +42,7 @@ def adapted(adapter: Lora, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     """A model whose base is made from seed 0."""
     model = plain().to(dtype)
     inject(model, adapter, dtype)
-    model.to_empty(device="cpu")
-    with without_adapters(model):
-        initialise(model, 0)
-    initialise_adapters(model, seed)
-    return model
-
-
-def disturb(model: nn.Module) -> None:
-    """Gives what trains other values, so that an adapter has an effect."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return with_memory(model, seed)
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
@@ -112,11 +100,7 @@ def test_first_values_are_a_function_of_seed_and_name():
 
 
 def test_dora_refuses_rows_of_zeros():
-    model = plain()
-    inject(model, Dora(4, 8), torch.float32)
-    model.to_empty(device="cpu")
-    with without_adapters(model):
-        initialise(model, 0)
+    model = adapted(Dora(4, 8))
     name, layer = next(iter(adapter_layers(model)))
     layer.get_base_layer().weight.detach()[3].zero_()
     with pytest.raises(ValueError, match=f"^{name} has rows of zeros, which have no direction: take another"):
@@ -189,12 +173,7 @@ def test_models_of_transformers_keep_their_interface(name: str):
     """Every adapter has an effect: that of a layer whose weight others read would get no gradient."""
     model = tiny(name, "meta")
     inject(model, Dora(2, 4), torch.float32)
-    model.to_empty(device="cpu")
-    model.hf.tie_weights()
-    with without_adapters(model):
-        model.fill_buffers()
-        model.initialise(0)
-    initialise_adapters(model, 0)
+    with_memory(model)
     assert root_of(model) is model.hf
     model(*batch(name)).square().mean().backward()
     assert all(p.grad is not None and p.grad.any() for n, p in trained(model).items() if "lora_B" in n)
@@ -206,11 +185,9 @@ def test_layers_of_images_can_be_named():
         with torch.device("meta"):
             model = build_diffusion("UNet2DModel", UNET)
         inject(model, Dora(2, 4, targets=targets), torch.float32)
-        model.to_empty(device="cpu")
-        with without_adapters(model):
-            model.fill_buffers()
-            initialise(model, 0)
-        initialise_adapters(model, 0)
+        # DoRA refuses layers that begin at zero, as some of diffusers do.
+        model.initialise = lambda seed, model=model: initialise(model, seed)
+        with_memory(model)
         assert {type(layer.get_base_layer()) for _, layer in adapter_layers(model)} == kinds
         images, times = torch.ones(2, 1, 8, 8), torch.tensor([0.1, 0.9])
         given = model(images, times)

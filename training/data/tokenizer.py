@@ -8,13 +8,14 @@ same ids, which is made on first use.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from training.config.auto import AUTO
-from training.data.byte_tokenizer import ByteTokenizer
+from training.data.byte_tokenizer import END_OF_BYTES, ByteTokenizer, library_bytes
 from training.data.hub_client import HubName
 from training.data.library_tokenizer import ADVICE, LibraryTokenizer, of_file, of_folder
-from training.data.tokenizer_folder import KEY, fetched_folder
+from training.data.tokenizer_folder import CONFIG_FILE, KEY, TOKENIZER_FILE, fetched_folder, files_in
 from training.errors import UserError
 from training.runs.paths import home_expanded
 
@@ -69,3 +70,36 @@ def _id_of(tokenizer: Tokenizer, given: str | Path | None, name: str, token: str
             " null"
         )
     return number
+
+
+def tokenizer_files(given: str | None, longest: int) -> dict[str, bytes]:
+    """Returns the files of the tokenizer that `given` names, or of that of bytes for None, by name.
+
+    Those of a folder, and those beside a tokenizer.json, such as a template of chats, are taken as they are. A
+    tokenizer_config.json that is not there is made. The tokenizer of bytes becomes one of transformers with the same
+    ids, in which <|endoftext|> is the token between documents.
+
+    Args:
+        longest: tokens of a sequence, as tokenizer_config.json tells.
+
+    Raises UserError if the tokenizer cannot be read.
+    """
+    tokenizer = load_tokenizer(given)
+    if given is None:
+        files, end_of_text = {TOKENIZER_FILE: library_bytes().to_str().encode()}, END_OF_BYTES
+    else:
+        path = folder_of_tokenizer(given)
+        of_folder = path.is_dir()
+        files = {name: file.read_bytes() for name, file in files_in(path if of_folder else path.parent).items()}
+        if not of_folder:
+            files[TOKENIZER_FILE] = path.read_bytes()
+        end_of_text = tokenizer.pretrained.convert_ids_to_tokens(tokenizer.end_of_text_id)
+    if CONFIG_FILE not in files:
+        values = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": end_of_text,
+            "model_max_length": longest,
+            "clean_up_tokenization_spaces": False,
+        }
+        files[CONFIG_FILE] = json.dumps(values, indent=2).encode()
+    return files

@@ -13,8 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from training.data.chats.templates import Template
-from training.data.tokenizer import Tokenizer, load_tokenizer
-from training.data.tokenizer_files import tokenizer_files
+from training.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from training.data.tokenizer_folder import TEMPLATE_FILE, files_in
 from training.weights.files import GENERATION_FILE, SMALL_FILES
 from training.weights.origin import ends_of, origin_of, values_in

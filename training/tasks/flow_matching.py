@@ -21,8 +21,7 @@ from offload import KnobError, in_range
 from training.batches import Batch
 from training.data.packing import random_words
 from training.errors import UserError
-from training.tasks.image_grid import grid_of, to_uint8
-from training.tasks.sample import ImageSample
+from training.tasks.sample import ImageSample, grid_of, to_uint8
 from training.tasks.task import Sampler, Task, refuse_language_model
 
 IMAGES, LABELS, NOISE, TIMESTEP = "images", "labels", "noise", "timestep"

@@ -16,7 +16,7 @@ from models.llama import Llama
 from tests.training.helpers.hub_server import hub_server
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here
 from tests.training.helpers.pretrained_folder import SIZES, save_pretrained, small_tokenizer
-from training.data.tokenizer_files import tokenizer_files
+from training.data.tokenizer import tokenizer_files
 from training.errors import UserError
 from training.planning.plan import plan_only
 from training.weights.model_tokenizer import is_of_bytes, own_tokenizer
