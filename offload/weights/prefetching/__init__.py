@@ -1,4 +1,4 @@
-"""Units come into the slots of the device ahead of their use, from host memory, files or other processes.
+"""Units come into the slots of the device ahead of their use.
 
 Read `prefetcher` first, then `access_order`, the order in which it fetches.
 """

@@ -6,7 +6,7 @@ that it is copied in once and its gradients are summed once.
 [Note: the life of a unit's tensor]
 
 1. At home. `bring_home` puts the data of `tensor.host` into the unit's block of host memory. Between steps it is all
-   there is. A frozen tensor may have its home in a file instead (`offload.weights.prefetching.file_homes`).
+   there is. An extension may put a unit somewhere else (`Filler`).
 2. Onloaded. `Prefetcher` copies the whole unit into a slot, on the h2d stream. The copy comes after the unit's updates
    (`Updates.before_onload`); compute waits for it by the event `slot.ready`.
 3. Installed. When the first window on the unit opens, `stand_ins` puts `tensor.device`, a view of the slot, into the
