@@ -157,14 +157,17 @@ def test_only_whole_states_of_a_known_format_count(tmp_path: Path):
     def stored(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
         return {f"weight.{key}": StoredTensor(tmp_path, shape, dtype) for key, (dtype, shape) in tensors.items()}
 
-    moments = {"step": ("F32", ()), "exp_avg": ("F32", (2, 3)), "exp_avg_sq": ("F32", (2, 3))}
-    whole = stored(**moments, master=("F32", (2, 3)))
+    rest, moments = ("I16", (2, 3)), {"step": ("F32", ()), "exp_avg": ("BF16", (2, 3)), "exp_avg_sq": ("BF16", (2, 3))}
+    whole = stored(**moments, remainder=rest)
     assert set(states_in_another_format(model, optimizer, whole)) == {"weight"}
+    wide = moments | {"exp_avg": ("F32", (2, 3))}
     for wrong in (
-        stored(**moments, remainder=("I16", (2, 3))),
-        stored(**moments, master=("F32", (3, 2))),
-        stored(**moments, master=("F16", (2, 3))),
-        stored(**moments, master=("F32", (2, 3)), other=("F32", (2, 3))),
+        stored(**wide | {"exp_avg_sq": ("F32", (2, 3))}, remainder=rest),
+        stored(**wide, remainder=rest),
+        stored(**moments, remainder=("I16", (3, 2))),
+        stored(**moments, remainder=("F16", (2, 3))),
+        stored(**moments, master=("F32", (2, 3))),
+        stored(**moments, remainder=rest, other=("F32", (2, 3))),
         {name: entry for name, entry in whole.items() if "exp_avg_sq" not in name},
     ):
         assert not states_in_another_format(model, optimizer, wrong)

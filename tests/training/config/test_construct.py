@@ -104,7 +104,7 @@ def test_an_optimizer_is_checked_without_parameters_in_memory(monkeypatch: pytes
     def compiled(*arguments: object) -> None:
         pytest.fail("a kernel was compiled")
 
-    monkeypatch.setattr("offload.optimizer.adamw.fastest_update", compiled)
+    monkeypatch.setattr("offload.optimizer.adamw.update_on", compiled)
     check_optimizer(composed("optimizer=host_adamw").optimizer)
     with pytest.raises(UserError, match=r"^optimizer\.betas=\[0\.9, 1\.0\]: must be two numbers"):
         check_optimizer(composed("optimizer.betas=[0.9,1]").optimizer)

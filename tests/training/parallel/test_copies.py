@@ -23,7 +23,7 @@ def test_copies_are_weights_buffers_and_states():
     optimizer = AdamW(trained.parameters())
     optimizer.allocate()
     tensors = Copies(trained, optimizer).tensors()
-    assert {"0.weight", "1.bias", "positions", "0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.master"} <= set(
+    assert {"0.weight", "1.bias", "positions", "0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.remainder"} <= set(
         tensors
     )
     assert tensors["0.weight"].data_ptr() == trained[0].weight.data_ptr()
