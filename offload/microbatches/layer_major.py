@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -60,13 +60,11 @@ class LayerMajor:
     def accumulate(
         self,
         losses: Sequence[Callable[[], Tensor]],
-        after_forward: Callable[[], None] = lambda: None,
         before_last: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Computes every loss and the gradients of all. Returns the losses, detached, in order.
 
-        `after_forward` is called when all losses are there; what it raises ends the step. `before_last` is called
-        before the last backward: the gradients that follow are final.
+        `before_last` is called before the last backward: the gradients that follow are final.
 
         In backward, too, the microbatches pass each place in their order. So gradients are added in the same order as
         if the microbatches ran one after another, and are equal bit for bit. Where three or more take different ways
@@ -77,14 +75,30 @@ class LayerMajor:
         """
         if len(losses) == 1:
             return one_after_another(losses, before_last)
-        self._lockstep = Lockstep(losses, self._streams, self._threads, self._around_turn)
-        try:
-            values = self._lockstep.run()
+        with self._in_turns(losses) as values:
             one_way = len(losses) == 2 or self._lockstep.all_took_one_way
             together = one_way and not any(map(_has_reentrant_checkpoints, values))
             if together:
                 for index, value in enumerate(values):
                     _renumber(value, self._order(index, len(losses)))
+        passes = [values] if together else [[value] for value in values]
+        for number, losses_of_pass in enumerate(passes, start=1):
+            if number == len(passes):
+                before_last()
+            torch.autograd.backward(losses_of_pass)
+        return [value.detach() for value in values]
+
+    def forwards(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Computes every loss as `accumulate` does, and no gradients. Returns the losses, in order."""
+        with self._in_turns(losses) as values:
+            return values
+
+    @contextmanager
+    def _in_turns(self, losses: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
+        """Gives the losses, computed in turns, while it is known which turn made which node of their graphs."""
+        self._lockstep = Lockstep(losses, self._streams, self._threads, self._around_turn)
+        try:
+            yield self._lockstep.run()
         except BaseException:
             # An aborted thread may have hooks on saved tensors open, which torch's module hooks close on an Exception
             # only. They would see the tensors of the next step. They end with the thread.
@@ -92,13 +106,6 @@ class LayerMajor:
             raise
         finally:
             self._lockstep = None
-        after_forward()
-        passes = [values] if together else [[value] for value in values]
-        for number, losses_of_pass in enumerate(passes, start=1):
-            if number == len(passes):
-                before_last()
-            torch.autograd.backward(losses_of_pass)
-        return [value.detach() for value in values]
 
     def close(self) -> None:
         """Ends the threads of the microbatches."""
@@ -119,7 +126,7 @@ def _renumber(loss: Tensor, order: Callable[[int], int]) -> None:
     Autograd's engine always runs the node with the highest number that is ready: as a rule the one recorded last. But
     numbers count in each thread, so the numbers of different threads cannot be compared.
     """
-    for node in _nodes(loss):
+    for node in nodes_of(loss):
         number = sequence_number(node)
         if number < _ACCUMULATE_GRAD_NUMBERS:
             set_sequence_number(node, order(number))
@@ -127,10 +134,10 @@ def _renumber(loss: Tensor, order: Callable[[int], int]) -> None:
 
 def _has_reentrant_checkpoints(loss: Tensor) -> bool:
     """Tells whether nodes that lead to `loss` are reentrant checkpoints, torch's own or those of DeepSpeed."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _nodes(loss))
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_of(loss))
 
 
-def _nodes(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
+def nodes_of(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
     """Yields the autograd nodes that lead to `loss`, each once."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:

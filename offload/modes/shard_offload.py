@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from offload.blocks import find_blocks, outside_blocks
 from offload.errors import KnobError
 from offload.knobs import choice, knob, nbytes
 from offload.microbatches.layer_major import LayerMajor
-from offload.microbatches.module_attributes import ModuleAttributes
+from offload.microbatches.trial import compute_alike
 from offload.modes.weight_mode import WeightMode
 from offload.sharing.sharers import NO_SHARERS, Sharers
 from offload.streams.counters import Counters
@@ -36,7 +37,6 @@ from offload.torch_private.torch_internals import check_no_transform, has_gradie
 from offload.weights.footprint import Footprint
 from offload.weights.units.partition import CutPoint
 from offload.weights.windows.resident_shares import ResidentShares
-from offload.weights.windows.side_by_side import WeightsSideBySide
 
 
 def cut_evenly(sizes: Sequence[int], count: int, limit: float = math.inf) -> list[range]:
@@ -119,12 +119,8 @@ class ShardOffload(WeightMode):
         self._resident_buffers: list[Place] = []
         self._boundary_swapper: ActivationSwapper | None = None
         self._undo: list[Callable[[], None]] = []
-        self._one_by_one = False
-        self._unchanged: WeightsSideBySide | None = None
-        self._attributes: ModuleAttributes | None = None
-        # The modules at which microbatches may pause, each with those that are called in it only.
-        self._entrances: dict[nn.Module, set[nn.Module]] = {}
-        self._not_begun: set[int] = set()
+        # Whether microbatches run side by side; None: not tried yet.
+        self._side_by_side: bool | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -167,7 +163,7 @@ class ShardOffload(WeightMode):
 
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         super().attach(model, streams, sharers)
-        self._model = model
+        self._model, self._side_by_side = model, None
         self._layer_major = LayerMajor(streams, self._around_turn)
         try:
             self._resident_shares = ResidentShares(self._streamer.cut.resident)
@@ -188,31 +184,56 @@ class ShardOffload(WeightMode):
         """Computes every loss, a scalar, and the gradients of all, inside a step. Returns the losses, detached.
 
         Layer-major, but one microbatch after another where the gradients of each matter by themselves: where a
-        parameter has hooks on its gradient, which run for each, or a gradient already, to which each is added. Raises
-        SideBySideError where a loss changes, freezes or replaces weights; from then on they run one after another.
+        parameter has hooks on its gradient, which run for each, or a gradient already, to which each is added. The
+        first time, each loss is called twice more to find out whether that changes a number (`trial`): if it does, they
+        run one after another for good, with a warning. Raises RuntimeError where a loss or a forward changes weights.
         """
         if running_microbatch() is not None:
             raise RuntimeError("accumulate inside a loss of several microbatches: call loss.backward() there")
-        if len(losses) < 2 or self._one_by_one or self._model is None:
+        if len(losses) < 2 or self._model is None or any(map(_takes_each_gradient, self._model.parameters())):
             return super().accumulate(losses)
-        if any(map(_takes_each_gradient, self._model.parameters())):
+        if self._side_by_side is None:
+            self._try(losses)
+        if self._side_by_side is False:
             return super().accumulate(losses)
+        try:
+            with self._shares(), self._streamer.gradients.accumulating(side_by_side=True):
+                return self._layer_major.accumulate(losses, self._streamer.gradients.last_microbatch)
+        except SideBySideError:
+            self._side_by_side = False
+            raise
+
+    @contextmanager
+    def _shares(self) -> Iterator[None]:
+        """Surrounds microbatches side by side, which have their own of what stays on the device: `_around_turn`."""
         self._resident_buffers = buffers_here(self._model)
         self._resident_shares.begin()
-        self._attributes = ModuleAttributes(self._model.modules(), self._entrances)
-        self._unchanged = weights = WeightsSideBySide(self._streamer.cut, self._streamer.is_pending)
-        self._not_begun = set(range(len(losses)))
         try:
-            with self._streamer.gradients.accumulating(side_by_side=True):
-                return self._layer_major.accumulate(losses, weights.check, self._streamer.gradients.last_microbatch)
-        except BaseException as error:
-            weights.put_back()
-            self._one_by_one |= isinstance(error, SideBySideError)
-            raise
+            yield
         finally:
-            self._attributes.end(len(losses))
             self._resident_shares.drop()
-            self._resident_buffers, self._unchanged, self._attributes = [], None, None
+            self._resident_buffers = []
+
+    def _try(self, losses: Sequence[Callable[[], Tensor]]) -> None:
+        """Finds out whether `losses` may run side by side. All sharers do, and decide alike."""
+        exchange, device = self._sharers.exchange, self._streamer.transfer.streams.device
+        counts = exchange((len(losses),), "the number of microbatches", everywhere=True)
+        if device.type == "meta" or len({count for (count,) in counts}) > 1:
+            # Without values, or with other fetches than other sharers.
+            return
+        with self._shares(), self._streamer.gradients.accumulating(side_by_side=True):
+            alike = compute_alike(losses, self._layer_major.forwards, self._model, device, self._streamer.weights_now)
+        # The forwards of the trial are no part of the order in which a step uses units.
+        self._streamer.prefetcher.forget_uses()
+        self._side_by_side = all(flag for (flag,) in exchange((alike,), "microbatches side by side", everywhere=True))
+        if not self._side_by_side:
+            warnings.warn(
+                "several microbatches compute other numbers side by side than one after another (a value that a forward"
+                " leaves in a module, say, or random numbers without a seed in each loss): they run one after another,"
+                " and weights are copied in for each",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def counters(self) -> Counters:
         counters, swapper = super().counters(), self._boundary_swapper
@@ -227,7 +248,6 @@ class ShardOffload(WeightMode):
         self._streamer.check_between_steps()
         while self._undo:
             self._undo.pop()()
-        self._entrances.clear()
         if self._boundary_swapper is not None:
             self._boundary_swapper.close()
         self._layer_major.close()
@@ -240,18 +260,10 @@ class ShardOffload(WeightMode):
         """Gives a microbatch its own share of what stays on the device, as windows do for what streams.
 
         So the gradients of its uses are summed by themselves, and what autograd saves of a buffer does not change in
-        the turns of other microbatches. Plain attributes of modules are those that it would see one after another.
+        the turns of other microbatches.
         """
-        with (
-            own_copies(self._resident_buffers),
-            self._resident_shares.turn(microbatch),
-            self._attributes.turn(microbatch),
-        ):
+        with own_copies(self._resident_buffers), self._resident_shares.turn(microbatch):
             yield
-        # By the end of its first turn a loss has set what it sets before it calls the model.
-        if microbatch in self._not_begun:
-            self._not_begun.discard(microbatch)
-            self._unchanged.check_frozen()
 
     def _wrap_blocks(self, model: nn.Module) -> None:
         if self.boundary == "host" and self.checkpoint:
@@ -268,7 +280,6 @@ class ShardOffload(WeightMode):
         cut_points = self.chosen(model)
         places = {name: place for place, name in enumerate(dict.fromkeys(point.name for point in cut_points))}
         for point in cut_points:
-            self._entrances[point.module] = set(point.modules())
             entrance = WrappedForward(point.module, functools.partial(self._entered, places[point.name], point))
             self._undo.append(entrance.remove)
 
@@ -277,8 +288,6 @@ class ShardOffload(WeightMode):
         if is_block:
             # Before the checkpoint of the block, which not every version of torch leaves well under a transform.
             check_no_transform()
-        if self._attributes is not None:
-            self._attributes.entered(point.module, running_microbatch())
         self._layer_major.enter(place)
         # Outside the blocks nothing is computed again, so more than an input would be swapped.
         swaps = is_block and self._boundary_swapper is not None

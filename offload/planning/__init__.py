@@ -1,9 +1,16 @@
 """Predicts the bytes and the time of a step by running it on tensors without values.
 
-The names in `__all__` are public, beside those of `offload`. Read `dry_run` first, which runs a step, or forwards in a
-row, on the meta device. `memory_tracker` counts bytes and FLOPs there, `simulated_streams` keep the time, and
-`cost_model` makes the forecast of a whole step with its update. What a plan asks of the machine and of the optimizer is
-named here too: speeds, free memory, formats of states, bytes of logs.
+The names in `__all__` are public, beside those of `offload`. Read `dry_run` first.
+
+- `dry_run`, `dry_run_forwards`: a step, or forwards in a row, on the meta device; their result is a `DryRun`, each
+  `Phase` of it with its `Work`. `left_as_found`: the model stays as it was. `fused_kernels`: attention and norms take
+  the memory of a GPU's kernels. `MemoryTracker` counts bytes and FLOPs, `SimulatedStreams` keep the time, and
+  `PlannedSharers` stand for processes that share homes. `NotFinalError`: released gradients that are not final.
+- `forecast`: the `Forecast` of a whole step, with the `UpdateTimes` of `update_work`; `hidden_share`, `floor_ms` and
+  `bounded_by_files` are its parts. `GRADIENT_SLOTS`: units of gradients that may wait on the device.
+- Of the machine: `Bandwidth`, `measure_bandwidth`, `measure_update_rate`, `free_host_bytes`, `usable_host_bytes`.
+- Of the optimizer: `StateFormat`, `STATE_DTYPES`, `MASTER_DTYPES`; `log_bytes`, `bytes_of_logs` and `can_be_undone` of
+  updates that are undone.
 """
 
 from offload.memory.bandwidth import Bandwidth, measure_bandwidth

@@ -14,12 +14,10 @@ import torch
 
 from offload.torch_private import selective_checkpoints
 from offload.torch_private.tensor_parts import any_wraps
-from offload.torch_private.torch_internals import StorageWeakRef, TorchDispatchMode, autocast_of_caller
+from offload.torch_private.torch_internals import StorageWeakRef, TorchDispatchMode, autocast_of_caller, trilinear
 
 # Host memory of weights, and their name. The tensor keeps its addresses from being used for anything else.
 Home = tuple[torch.Tensor, str]
-# The one of torch's own operations that calls others: those of nn.Bilinear.
-_TRILINEAR = torch.ops.aten._trilinear.default
 # They may copy between host and device.
 COPIES = {"aten::copy_", "aten::_to_copy"}
 
@@ -58,7 +56,7 @@ class DeviceWork(TorchDispatchMode):
                 " Read a weight as an attribute of its module while the model's forward runs, or leave its module out"
                 " of the mode with `exclude`"
             )
-        if function.namespace == "aten" and function is not _TRILINEAR:
+        if function.namespace == "aten" and function is not trilinear:
             result = function(*arguments, **keywords)
         else:
             with autocast_of_caller():

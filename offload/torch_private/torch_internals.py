@@ -86,6 +86,9 @@ is_function_transform_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 overload_packet = attrgetter("_overloadpacket")
 overload_name = attrgetter("_overloadname")
 
+# The operation of nn.Bilinear: of torch's own, the one that calls others as its caller's autocast says.
+trilinear = torch.ops.aten._trilinear.default
+
 # torch's AdamW kernel on lists of tensors, under torch.optim.AdamW(fused=True). That class would count a step for each
 # tile of a parameter.
 fused_adamw_ = torch._fused_adamw_
@@ -207,14 +210,6 @@ def node_in_progress() -> torch.autograd.graph.Node | None:
 def has_hooks_around_forward(module: nn.Module) -> bool:
     """Returns whether hooks run before or after the forward of `module` itself, which may read its weights."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
-
-
-def hook_numbers(module: nn.Module) -> set[int]:
-    """Returns the numbers of the hooks on forward and backward of `module`.
-
-    `RemovableHandle.next_id` is the number of the next hook of all.
-    """
-    return {*module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks}
 
 
 def sequence_number(node: torch.autograd.graph.Node) -> int:

@@ -80,6 +80,10 @@ class Prefetcher:
         self._contents.end_step()
         self._recent.clear()
 
+    def forget_uses(self) -> None:
+        """Leaves out of the forecast what this step has used so far."""
+        self._access_order.begin()
+
     def begin_inference(self) -> None:
         """Starts fetching the units that a forward will use first, if forwards were seen before."""
         self._promised.clear()

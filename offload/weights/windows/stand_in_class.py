@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.torch_private.block_attributes import STANDS_FOR
+from offload.torch_private.running_microbatch import SideBySideError, running_microbatch
 from offload.torch_private.tensor_parts import STATE, wraps
 
 # The attribute of a stand-in whose `data` was asked for.
@@ -92,4 +93,6 @@ def class_like(kind: type) -> type:
 
 
 def _refuse(what: str) -> None:
+    if running_microbatch() is not None:
+        raise SideBySideError(f"a weight {what}")
     raise RuntimeError(f"a weight that streams {what} inside a forward: do it before the forward, or after the step")

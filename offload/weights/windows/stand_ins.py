@@ -174,7 +174,8 @@ def _stand_in(
     views = tensor.slot_views.get(slot.index) or tensor.views_in(slot)
     if not (tensor.is_buffer or tensor.layout.is_compound):
         stand_in = tensor.joined
-        if stand_in is None or microbatch is not None:
+        trains = tensor.host.requires_grad
+        if stand_in is None or microbatch is not None or stand_in.requires_grad != trains:
             stand_in = _joined(unit, tensor, views[0], sink, microbatch)
         else:
             object.__setattr__(stand_in, "data", views[0])
@@ -220,7 +221,10 @@ def _joined(
     microbatches run side by side, each has its share of the stand-in, which sums the gradients of its uses first.
     """
     joined, host = tensor.joined, tensor.host
-    if joined is None:
+    if joined is not None and joined.requires_grad and not host.requires_grad:
+        # Frozen for a forward of this step.
+        return like_host(nn.Parameter(view.data, requires_grad=False), host)
+    if joined is None or joined.requires_grad != host.requires_grad:
         joined, tensor.joined_before = tensor.joined_before, None
         # Its user may have replaced the parameter, or frozen it; an operation in place has given it another node.
         is_joined = joined is not None and type(joined.grad_fn) is OnDevice._backward_cls

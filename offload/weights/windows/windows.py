@@ -132,6 +132,7 @@ class Windows:
             forget_stand_ins(unit)
         # These refer back to this object: without them the device memory goes with its last reference.
         self._forwards.clear()
+        self._held.clear()
         end_watch(self._watched)
         self._end_watch_of_contexts()
 

@@ -335,15 +335,6 @@ def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path):
     assert not internals.is_in_data_parallel()
 
 
-def test_the_hooks_of_a_module_have_the_numbers_that_were_next():
-    layer = nn.Linear(1, 1)
-    assert internals.hook_numbers(layer) == set()
-    first, kinds = RemovableHandle.next_id, ("forward_pre", "forward", "full_backward_pre", "full_backward")
-    hooks = [getattr(layer, f"register_{kind}_hook")(lambda *_: None) for kind in kinds]
-    assert internals.hook_numbers(layer) == set(range(first, first + 4))
-    hooks[1].remove()
-    assert internals.hook_numbers(layer) == {first, first + 2, first + 3}
-
 
 def test_without_cuda_there_is_no_error_to_clear():
     if torch.version.cuda is not None:
