@@ -37,6 +37,12 @@ def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def one_core() -> None:
+    """As in the threads of sharers: sums over several cores are others."""
+    torch.set_num_threads(1)
+
+
 def same_norm(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
     return one is two is None or (one is not None and two is not None and torch.equal(one, two))
 
