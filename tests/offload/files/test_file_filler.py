@@ -298,7 +298,7 @@ def test_refusals_say_what_to_do(tmp_path: Path):
         LayerStream(source="mapped").footprint(model_of())
     # Adapters that train in the same units.
     mode, _ = mapped(LayerStream(source="mapped"), model := model_of(), tmp_path)
-    with pytest.raises(KnobError, match="no unit that streams lies in the files as a whole.*trained=device"):
+    with pytest.raises(KnobError, match=r"no unit that streams lies in the files as a whole.*trained=device"):
         mode.footprint(model)
 
 

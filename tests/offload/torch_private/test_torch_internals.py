@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from offload.torch_private import torch_internals as internals
 
@@ -333,7 +332,6 @@ def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path):
     nn.parallel.DistributedDataParallel(Seen(1, 1))(torch.zeros(1))
     dist.destroy_process_group()
     assert not internals.is_in_data_parallel()
-
 
 
 def test_without_cuda_there_is_no_error_to_clear():
