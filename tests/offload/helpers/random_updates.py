@@ -238,7 +238,7 @@ class Run:
             self.optimizer.zero_grad(set_to_none=step.zeros != "zeros")
             # Of what the optimizer does not have.
             for parameter in self.model.parameters():
-                if parameter not in self.optimizer._group_of:
+                if parameter not in self.optimizer._members:
                     parameter.grad = None
         for event in step.after:
             self._do(event, f"{number} after the update: {event}", number, step)
