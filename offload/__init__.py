@@ -20,8 +20,9 @@ A mode attaches to any torch model, in any training loop:
     mode.detach()  # the model as it was found
     release(streams)
 
-The names in `__all__` are the public face, all that a training loop needs; a plan needs those of `offload.planning`
-too. Every other module may change without notice.
+The names in `__all__` are the public face, all that a training loop needs. Three faces stand beside it:
+`offload.sharing` for processes that share the homes of weights, `offload.planning` for plans, `offload.knobs` for modes
+of your own. Every other module may change without notice.
 
 - `acquire`, `release`: the streams of a device (`Streams`). `upload` copies a batch there without waiting.
 - `Mode`: the contract of a mode, with `footprint`, `attach`, `step`, `accumulate`, `counters`, `detach` and more.
@@ -34,20 +35,14 @@ too. Every other module may change without notice.
 - `recompute`: activation checkpointing, called after `attach`, for blocks such as those of `find_blocks`.
 - `l2_norm`: that of a gradient, right for any number of elements on the CPU too.
 - `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
-- `Sharers`: processes of one host, each with a device, that share the homes of what streams: `mode.attach(model,
-  streams, sharers)`, then `mode.divide(optimizer)`. `NO_SHARERS` is a process by itself. `ExchangeBoard`: their
-  exchanges of numbers through shared memory;
-  `SharerLostError` names one that has ended or hangs; `meet` waits for all. An error that sharing alone brings about
-  ends with `OWN_HOMES`. `gradient_buckets` cuts gradients into runs that a loop sums at once, each a `GradientBucket`,
-  after `separate_gradients`.
-- `KnobError`: a knob has a value that it cannot have. On the CPU also `HostOperandError`: an operation takes host
-  memory and tensors of the device, which a GPU would refuse; and `StreamOrderError`: the engine left out a wait.
+- `KnobError`: a knob has a value that it cannot have. Other errors name the remedy, too, and need no class.
 - `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
-  in every step; `lies_in_file` tells whether a tensor is a view of such a file. `ChangedFileError`: it has changed.
-- `knob`, `choice`: fields of a mode of your own. `OwnOptimizer`: what a mode returns whose system updates by itself.
+  in every step; `lies_in_file` tells whether a tensor is a view of such a file.
+- `OwnOptimizer`: what a mode returns whose system updates by itself. The knobs of a mode of your own are fields by
+  `offload.knobs`.
 - `allocator_pinned_bytes`: page-locked memory of torch's own allocator, for a mode whose copies torch or another system
   makes.
-- For configurations: `in_range` and `explanations` of knobs, `parse_bytes`, `format_bytes`, `GIB`, `usable_cores`.
+- For configurations: `parse_bytes`, `format_bytes`, `GIB`, `usable_cores`.
 
 Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `torch_private`;
 `streams` (and copies); `memory`; `weights`, `activations` and `microbatches` (one mechanism each); `sharing` and
@@ -70,8 +65,7 @@ from offload.activations.checkpointing import recompute
 from offload.blocks import find_blocks
 from offload.byte_sizes import GIB, format_bytes, parse_bytes
 from offload.errors import KnobError
-from offload.files.mapped_files import ChangedFileError, FileSpan, lies_in_file
-from offload.knobs import choice, explanations, in_range, knob
+from offload.files.mapped_files import FileSpan, lies_in_file
 from offload.memory.host_memory import allocator_pinned_bytes
 from offload.memory.limits import usable_cores
 from offload.modes.activation_mode import ActivationMode
@@ -85,31 +79,20 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.modes.weight_mode import WeightMode
 from offload.norms import l2_norm
 from offload.optimizer.adamw import HostAdamW
-from offload.sharing.buckets import GradientBucket, gradient_buckets, separate_gradients
-from offload.sharing.exchange_board import ExchangeBoard
-from offload.sharing.sharers import NO_SHARERS, OWN_HOMES, SharerLostError, Sharers, meet
 from offload.speculation.trials import Speculation
 from offload.streams.counters import Counters
-from offload.streams.device_work import HostOperandError
 from offload.streams.registry import Streams, acquire, release
-from offload.streams.stream_checker import StreamOrderError
 from offload.streams.transfer import upload
 from offload.weights.footprint import Footprint
 
 __all__ = [
     "GIB",
-    "NO_SHARERS",
-    "OWN_HOMES",
     "ActivationMode",
     "BounceLinear",
-    "ChangedFileError",
     "Counters",
-    "ExchangeBoard",
     "FileSpan",
     "Footprint",
-    "GradientBucket",
     "HostAdamW",
-    "HostOperandError",
     "KnobError",
     "LayerStream",
     "Mode",
@@ -117,29 +100,19 @@ __all__ = [
     "Resident",
     "SaveOnCpu",
     "ShardOffload",
-    "SharerLostError",
-    "Sharers",
     "Speculation",
-    "StreamOrderError",
     "Streams",
     "TensorSwap",
     "WeightMode",
     "acquire",
     "allocator_pinned_bytes",
-    "choice",
-    "explanations",
     "find_blocks",
     "format_bytes",
-    "gradient_buckets",
-    "in_range",
-    "knob",
     "l2_norm",
     "lies_in_file",
-    "meet",
     "parse_bytes",
     "recompute",
     "release",
-    "separate_gradients",
     "upload",
     "usable_cores",
 ]

@@ -7,6 +7,7 @@
 
 `check_knobs` holds the values to the declarations. The configuration takes names, types and defaults from the same
 fields (`training.config.modes`), and the explanations from the `Args:` section of the docstrings (`explanations`).
+Public are `knob`, `choice`, `in_range` and `explanations`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 from offload.byte_sizes import parse_bytes
 from offload.errors import KnobError
+
+__all__ = ["choice", "explanations", "in_range", "knob"]
 
 
 def knob(default: Any, *, at_least: float | None = None, at_most: float | None = None) -> Any:

@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload import OwnOptimizer, knob
+from offload import OwnOptimizer
+from offload.knobs import knob
 from peers.peer import Peer, adamw_group, set_rate
 from peers.process_group import join_alone, leave
 

@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import OwnOptimizer, find_blocks, knob
+from offload import OwnOptimizer, find_blocks
+from offload.knobs import knob
 from peers.peer import Peer
 
 

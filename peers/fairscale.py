@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import knob
+from offload.knobs import knob
 from peers.stages import BlockStage, ChainPeer
 
 

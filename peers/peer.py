@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, Counters, Footprint, KnobError, Mode, Sharers, Streams, allocator_pinned_bytes, l2_norm
+from offload import Counters, Footprint, KnobError, Mode, Streams, allocator_pinned_bytes, l2_norm
+from offload.sharing import NO_SHARERS, Sharers
 
 # What a module's own call does around its forward.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

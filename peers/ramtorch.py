@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload import OwnOptimizer, choice, knob
+from offload import OwnOptimizer
+from offload.knobs import choice, knob
 from peers.peer import adamw_group, clip, set_rate
 from peers.stages import ChainPeer, stages
 

@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import OwnOptimizer, knob
+from offload import OwnOptimizer
+from offload.knobs import knob
 from peers.peer import PeerError, adamw_group, clip, set_rate
 from peers.stages import ChainPeer, stages
 

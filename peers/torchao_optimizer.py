@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from offload import OwnOptimizer, knob
+from offload import OwnOptimizer
+from offload.knobs import knob
 from peers.peer import Peer, adamw_group, norm_of
 
 

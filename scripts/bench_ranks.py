@@ -40,7 +40,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.initialise import initialise
-from offload import GIB, NO_SHARERS, Sharers, acquire, find_blocks, recompute, release, usable_cores
+from offload import GIB, acquire, find_blocks, recompute, release, usable_cores
+from offload.sharing import NO_SHARERS, Sharers
 from scripts.workload import BlocksWorkload, Reduce, blocks, parsed, parser, timed_steps
 from training.config.modes import RESIDENT
 from training.metrics.step_timer import StepTimer

@@ -31,7 +31,8 @@ if __name__ == "__main__":
     starting.end_on_interrupt()
     starting.expand_segments()
 
-from offload import KnobError, in_range
+from offload import KnobError
+from offload.knobs import in_range
 from training.errors import UserError
 from training.runs import compose_errors, console
 from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage, take_tokenizer

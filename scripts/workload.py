@@ -27,11 +27,9 @@ from models.initialise import STD, Draws, initialise
 from models.llama import Llama, rotary_tables
 from models.quantise import QuantisedWeight
 from offload import (
-    NO_SHARERS,
     Counters,
     HostAdamW,
     Mode,
-    Sharers,
     Speculation,
     acquire,
     find_blocks,
@@ -41,6 +39,7 @@ from offload import (
     upload,
 )
 from offload.planning import can_be_undone, log_bytes
+from offload.sharing import NO_SHARERS, Sharers
 from training.batches import Batch, examples_in, uploaded
 from training.config import schema
 from training.config.construct import make_mode

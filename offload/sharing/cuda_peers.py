@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch.autograd.graph import increment_version
 
+import offload.sharing.cuda_driver as cuda_driver
 from offload.memory.page_locks import lock_pages, unlock_pages
-from offload.sharing import cuda_driver
 from offload.sharing.processes import LOOK_EVERY_S, Processes
 from offload.sharing.remote_memory import Numbers, Part, has_come
 from offload.sharing.sharers import SharerLostError, Sharers, exchange_bytes

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from offload import explanations
+from offload.knobs import explanations
 from training.config.modes import CONF, all_options
 from training.config.schema import SCHEMAS
 

@@ -9,7 +9,8 @@ from typing import get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from offload import KnobError, in_range, parse_bytes
+from offload import KnobError, parse_bytes
+from offload.knobs import in_range
 from training.config.auto import AUTO
 from training.config.construct import check_optimizer, make_mode
 from training.config.datasets import check_dataset

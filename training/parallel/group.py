@@ -13,7 +13,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, HostAdamW, Sharers, Speculation, meet
+from offload import HostAdamW, Speculation
+from offload.sharing import NO_SHARERS, Sharers, meet
 from training.batches import Batch
 from training.errors import UserError
 from training.parallel.copies import Copies, fingerprint, refuse_statistics

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import SharerLostError
+from offload.sharing import SharerLostError
 from training.config.schema import SCHEMAS
 from training.errors import UserError
 from training.parallel.ranks import RankLostError

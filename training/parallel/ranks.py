@@ -15,7 +15,8 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, HostAdamW, Mode, Sharers, Speculation, WeightMode
+from offload import HostAdamW, Mode, Speculation, WeightMode
+from offload.sharing import NO_SHARERS, Sharers
 from training.batches import Batch, split_into
 from training.config.schema import Homes
 from training.errors import UserError

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offload import gradient_buckets, l2_norm, separate_gradients
+from offload import l2_norm
+from offload.sharing import gradient_buckets, separate_gradients
 
 # Those that NCCL and gloo add, rounding once, as torch does.
 ADDED_BY_LIBRARIES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import ExchangeBoard, SharerLostError, Sharers
+from offload.sharing import ExchangeBoard, SharerLostError, Sharers
 from training.errors import UserError
 from training.parallel.messages import PATIENCE, Messages
 from training.parallel.reduce import gather_into, ordered_sum, ordered_sum_of_hosts
@@ -73,7 +73,7 @@ class HostGroups:
 
 
 class GroupSharers:
-    """`offload.Sharers` of the ranks of one host, with the group of everyone for exchanges inside a step."""
+    """`offload.sharing.Sharers` of the ranks of one host, with the group of everyone for exchanges inside a step."""
 
     def __init__(self, groups: HostGroups, everyone: dist.ProcessGroup, messages: Messages):
         self.rank, self.count = groups.data.rank(), groups.data.size()

@@ -16,15 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from offload import GIB
 from offload.planning import Bandwidth, SimulatedStreams
 from training.errors import UserError
-from training.planning.probe import device_name, kept, kept_path
+from training.planning.probe import RATED_UPDATE_BYTES, device_name, kept, kept_path
 from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
 from training.settle.components import Components, acquired
 from training.weights.mapped import is_mapped, largest_file
 
 # The share of the peak of matrix products that blocks reach with all their operations: 566 of 989 TFLOP/s on an H200.
 ACHIEVED_SHARE = 0.57
-# Bytes of host memory that an update with float32 states reads and writes for each parameter.
-UPDATE_BYTES = 28
 # GB/s read and written by copies within a GPU, if nothing was measured; little of a step depends on it.
 DEVICE_GB_S = 1000.0
 # Reads of files: pieces at a time, by as many threads as a mode has, and the bytes that are read in all.
@@ -149,7 +147,7 @@ def measured_in_short(components: Components) -> dict[str, str | float]:
         "name": device_name(device),
         "source": "measured in short",
         "host_gib": describe_device(torch.device("cpu"))["host_memory_gib"],
-        "update_gparams_s": 2 * host_gb_s / UPDATE_BYTES,
+        "update_gparams_s": 2 * host_gb_s / RATED_UPDATE_BYTES,
         f"{precision}_tflops": peak_flops(device, components.dtype) * ACHIEVED_SHARE / 1e12,
     }
     if device.type == "cuda":

@@ -28,7 +28,7 @@ from training.settle.components import acquired
 
 # Updates share the host's memory with the copies of a step, which costs a tenth of their speed.
 BESIDE_COPIES = 0.9
-# Bytes that the update moves of whose speed `update_gparams_s` tells: one with whole float32 masters.
+# Bytes of host memory that an update with float32 states moves for each parameter: `update_gparams_s` is its speed.
 RATED_UPDATE_BYTES = 28
 OTHER_PLACE = "set XDG_CACHE_HOME to a directory that can be written"
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from offload import NO_SHARERS, Sharers, Streams
+from offload import Streams
+from offload.sharing import NO_SHARERS, Sharers
 from training.checkpoints.base import BaseReference
 from training.checkpoints.resuming import Checkpoint
 from training.errors import UserError

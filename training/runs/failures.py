@@ -29,7 +29,7 @@ from training.visible_text import visible, visible_lines
 FAILED = 1
 """the exit status of a run that failed"""
 
-# Without a configuration there is no better advice; `training.planning.oom_advice` has it.
+# Without a configuration there is no better advice; `training.planning.fit` has it.
 SHOWN_BY_PLAN = (
     "end other programs that use it, or run the same command with plan=true, which shows what takes how much"
 )

@@ -15,20 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from models.quiet_imports import import_quantisers
-from offload import (
-    NO_SHARERS,
-    Counters,
-    Footprint,
-    HostAdamW,
-    Mode,
-    Sharers,
-    Streams,
-    acquire,
-    find_blocks,
-    recompute,
-    release,
-)
+from offload import Counters, Footprint, HostAdamW, Mode, Streams, acquire, find_blocks, recompute, release
 from offload.planning import StateFormat, can_be_undone
+from offload.sharing import NO_SHARERS, Sharers
 from training.config.adapter import NoAdapter, has_adapter
 from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import in_range
+from offload.knobs import in_range
 from training.batches import Batch
 from training.errors import UserError
 from training.tasks.task import Task, refuse_language_model

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from models.adapters import adapters_off, config_of
 from models.loss import IGNORED_LABEL
-from offload import KnobError, in_range
+from offload import KnobError
+from offload.knobs import in_range
 from training.batches import Batch, examples_in
 from training.config.adapter import has_adapter
 from training.errors import UserError

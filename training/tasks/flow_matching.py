@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import KnobError, in_range
+from offload import KnobError
+from offload.knobs import in_range
 from training.batches import Batch
 from training.data.packing import random_words
 from training.errors import UserError

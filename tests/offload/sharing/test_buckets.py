@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from offload import gradient_buckets, separate_gradients
+from offload.sharing import gradient_buckets, separate_gradients
 from training.parallel.reduce import exchange_bytes
 
 

@@ -17,7 +17,7 @@ from tests.training.helpers.in_process import composed as composed_run
 from tests.training.helpers.in_process import conf_initialised
 from training.config import schema
 from training.config.modes import options_of
-from training.config.schema import QUANTIZE, Homes, chosen_format, quantises
+from training.config.schema import QUANTIZE, chosen_format, quantises
 from training.config.validation import check
 from training.errors import UserError
 from training.runs.compose_errors import explain_refusal
@@ -123,6 +123,7 @@ def test_schemas_are_not_offered_as_options():
         ("schedule.final=0.1", ["schedule.final", "schedule, as chosen, has: warmup"]),
         ("experiment=quick", ["experiment=quick", "quickstart"]),
         ("precision=fp16", ["precision=fp16", "bf16, fp32"]),
+        ("parallel.homes=slow", ["parallel.homes=slow", "auto, own, shared"]),
         ("tracking.mode=on", ["tracking.mode=on", "auto, online, offline, disabled"]),
         ("steps=many", ["steps=many", "a whole number"]),
         ("batch_size=null", ["batch_size=null", "must have a value"]),
@@ -178,6 +179,8 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["microbatches='2\n'"], r"microbatches=2\n: must be between 1 and batch_size=8"),
         (["seq_len=0"], "seq_len=0: must be at least 1"),
         (["log_every=0"], "log_every=0: must be at least 1"),
+        (["devices=0"], "devices=0: must be at least 1"),
+        (["parallel.timeout_s=0"], "parallel.timeout_s=0.0: must be above 0"),
         (["steps=null"], "steps=null: give steps=N, or epochs=N"),
         (["steps=3", "epochs=2"], "steps=3 epochs=2: give one of them, and the other as null"),
         (["epochs=0"], "epochs=0"),
@@ -255,22 +258,6 @@ def test_the_keys_of_a_schema_are_arguments_of_its_target(group, name):
     signature = inspect.signature(getattr(importlib.import_module(module), target))
     keys = {entry.name for entry in fields(option) if not entry.name.startswith("_")}
     signature.bind(**dict.fromkeys(keys - TAKEN.get(group, set()) | ADDED.get(group, set())))
-
-
-def test_by_default_ranks_share_what_they_can():
-    config, _ = composed_run()
-    check(config)
-    assert config.devices == 1
-    assert config.parallel.homes == Homes.auto
-
-
-def test_other_values_are_refused():
-    with pytest.raises(CompactHydraException, match="slow"):
-        composed_run("parallel.homes=slow")
-    with pytest.raises(UserError, match=r"parallel\.timeout_s"):
-        check(composed_run("parallel.timeout_s=0")[0])
-    with pytest.raises(UserError, match="devices=0"):
-        check(composed_run("devices=0")[0])
 
 
 @pytest.mark.parametrize("name", QUANTIZE)

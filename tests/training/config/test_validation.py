@@ -255,14 +255,15 @@ def test_a_key_in_vain_is_named_with_its_switch(caplog, key: str):
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [["sample.every=5", "sample.prompt=a"], ["trace=true", "trace_step=3"], ["devices=2", "parallel.homes=shared"]],
+    ("overrides", "given"),
+    [
+        (["sample.every=5", "sample.prompt=a"], {"sample.every", "sample.prompt"}),
+        (["trace=true", "trace_step=3"], {"trace", "trace_step"}),
+        (["devices=2", "parallel.homes=shared"], {"devices", "parallel.homes"}),
+        # The command line does not give them.
+        (["sample.prompt=a", "trace_step=3"], set()),
+    ],
 )
-def test_a_key_that_is_turned_on_has_no_warning(caplog, overrides: list[str]):
-    warn_of_keys_without_effect(composed(overrides), {override.partition("=")[0] for override in overrides})
-    assert caplog.messages == []
-
-
-def test_a_key_that_the_command_line_does_not_give_has_no_warning(caplog):
-    warn_of_keys_without_effect(composed(["sample.prompt=a", "trace_step=3"]), set())
+def test_a_key_that_has_an_effect_has_no_warning(caplog, overrides: list[str], given: set[str]):
+    warn_of_keys_without_effect(composed(overrides), given)
     assert caplog.messages == []

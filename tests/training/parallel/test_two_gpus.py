@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload import HostAdamW, acquire, meet, release
+from offload import HostAdamW, acquire, release
 from offload.modes.layer_stream import LayerStream
 from offload.sharing import links as links_module
+from offload.sharing import meet
 from offload.sharing.cuda_driver import DriverError
 from offload.sharing.links import CopyLinks, Links
 from tests import ROOT

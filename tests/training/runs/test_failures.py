@@ -11,7 +11,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from offload import OWN_HOMES
+from offload.sharing import OWN_HOMES
 from tests import ROOT
 from training.errors import UserError
 from training.runs.failures import explain
