@@ -24,8 +24,8 @@ def test_a_budget_beyond_the_machine_is_the_machines(planned):
 
 def test_parts_add_up_to_the_model_and_its_states(planned):
     parameters = 0.8e6
-    # AdamW on the device has float32 masters, on the host what the weights lack of them.
-    for mode, states in (("none", 6), ("layer_stream", 5), ("bounce_linear", 5)):
+    # Beside two moments in float32, what the weights lack of their masters: 2 bytes of 4.
+    for mode, states in (("none", 5), ("layer_stream", 5), ("bounce_linear", 5)):
         plan = planned(f"offload={mode}", "precision=bf16")
         both = {part: plan.device_bytes[part] + plan.host_bytes.get(part, 0) for part in ("weights", "optimizer")}
         assert both["weights"] == pytest.approx(2 * parameters, rel=0.1)
