@@ -139,8 +139,8 @@ def explain(error: BaseException) -> Failure:
     if number and error.filename is not None:
         return Failure("failed", f"{error.filename}: {error.strerror}", True)
     # If the engine was never imported, the error cannot be one of its.
-    offload = sys.modules.get("offload")
-    if offload is not None and text.endswith(offload.OWN_HOMES):
+    sharing = sys.modules.get("offload.sharing")
+    if sharing is not None and text.endswith(sharing.OWN_HOMES):
         return Failure("failed", f"{text}: parallel.homes=own", True)
     return Failure("failed", f"{type(error).__name__}: {text}", False)
 

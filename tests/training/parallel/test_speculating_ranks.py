@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.optimizer.overlap import Overlap
+from offload.speculation.updates import SpeculativeOverlap
 from tests.offload.helpers.updates import decides_in_time
 from tests.training.helpers.in_process import run_here
 from tests.training.helpers.results import content, curve
@@ -151,26 +151,27 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_undone_on_all(
     assert [record["train/skipped_steps"] for record in read_metrics(one)] == [0, 0, 0, 1, 1, 1]
     for step in range(3, 7):
         assert content(at(two, step)) == content(at(one, step))
-    assert read_metrics(two)[3]["optimizer/undone"] == 1.0
+    # A record has what the workers had undone by then.
+    assert sum(record.get("optimizer/undone", 0.0) for record in read_metrics(two)[3:]) >= 1.0
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_before_it_undoes_leaves_its_checkpoint_to_resume_from(
     tmp_path: Path, one: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    begun, offer_all = [], Overlap.offer_all
+    begun, offer_all = [], SpeculativeOverlap.offer_all
 
     def kill_in_third_step(self, scale: float) -> None:
         begun.append(scale)
         if len(begun) == 3:
-            assert self._worker.undecided_units
+            assert self._attempts
             (other,) = psutil.Process().children()
             os.kill(other.pid, signal.SIGKILL)
         offer_all(self, scale)
 
     keys = (*CLIPPED, *TWO, "offload=layer_stream")
     with monkeypatch.context() as patch:
-        patch.setattr(Overlap, "offer_all", kill_in_third_step)
+        patch.setattr(SpeculativeOverlap, "offer_all", kill_in_third_step)
         with pytest.raises(RankLostError, match=r"^rank 1: its process was killed \(SIGKILL\)"):
             run_ranks(tmp_path, *keys)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001", "step-00000002"]
