@@ -19,7 +19,7 @@ from training.runs.files import SAMPLES_FILE
 from training.runs.records import read_metrics, stream_metrics
 
 COMMON = (*(o for o in TINY_RUN if not o.startswith("model.")), "log_every=1", "clip_norm=null", "precision=bf16")
-UPDATES = ("optimizer=host_adamw")
+UPDATES = ("optimizer=host_adamw",)
 GPT2 = ("model=hf", "model.source=gpt2", "model.overrides={n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 300}")
 UNET = (
     "model=diffusers",

@@ -1,6 +1,6 @@
 """Architectures that people train, tiny: under the modes they equal the resident model bit for bit.
 
-Each meets a third of the modes in every run. On a GPU all pairs run (tests/offload/gpu/test_architectures.py).
+Each meets a fifth of the modes in every run. On a GPU all pairs run (tests/offload/gpu/test_architectures.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.training.parallel.conftest import run_ranks
 
 PACKED = {"padded": False, "packed": True}
 # The others run with the slow tests: each takes as long as these.
-QUICK = ("layer_stream", "shard_offload", "tensor_swap")
+QUICK = {("layer_stream", "packed"), ("shard_offload", "padded"), ("tensor_swap", "packed")}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,13 @@ def without(tmp_path_factory: pytest.TempPathFactory, overrides: tuple[str, ...]
     return run
 
 
-@pytest.mark.parametrize("rows", PACKED)
 @pytest.mark.parametrize(
-    "mode", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small_modes()]
+    ("mode", "rows"),
+    [
+        pytest.param(mode, rows, marks=() if (mode, rows) in QUICK else pytest.mark.slow)
+        for mode in small_modes()
+        for rows in PACKED
+    ],
 )
 def test_modes(mode: str, rows: str, without, overrides, tmp_path: Path) -> None:
     keys = (*overrides, f"dataset.packed={PACKED[rows]}", "microbatches=2", f"offload={mode}", *small_modes()[mode])

@@ -64,13 +64,22 @@ def without(tmp_path_factory: pytest.TempPathFactory, overrides: tuple[str, ...]
     return run
 
 
-# The first two run with each change; each other mode takes as long as these.
-QUICK = ("layer_stream", "shard_offload")
+# Each reference once, and each way of moving weights; every other case takes as long as these.
+QUICK = {
+    ("layer_stream", "cached"),
+    ("shard_offload", "adapter"),
+    ("shard_offload", "copy"),
+    ("layer_stream", "adapter and copy"),
+}
 
 
-@pytest.mark.parametrize("reference", REFERENCES)
 @pytest.mark.parametrize(
-    "mode", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small_modes()]
+    ("mode", "reference"),
+    [
+        pytest.param(mode, reference, marks=() if (mode, reference) in QUICK else pytest.mark.slow)
+        for mode in small_modes()
+        for reference in REFERENCES
+    ],
 )
 def test_modes(mode: str, reference: str, without, overrides, tmp_path: Path) -> None:
     expected = without(reference, 2)
@@ -82,8 +91,9 @@ def test_modes(mode: str, reference: str, without, overrides, tmp_path: Path) ->
         assert tables[0].equal(tables[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", REFERENCES)
-@pytest.mark.parametrize("microbatches", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("microbatches", [1, 4])
 def test_shards_side_by_side(microbatches: int, reference: str, without, overrides, tmp_path: Path) -> None:
     mode = "offload=shard_offload", "offload.shards=2", f"microbatches={microbatches}"
     run_here(tmp_path, *overrides, *REFERENCES[reference], *mode)
