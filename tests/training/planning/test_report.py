@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.mark.parametrize(("budget", "fits"), [("2GiB", True), ("3MiB", False)])
+@pytest.mark.parametrize(("budget", "fits"), [("16GiB", True), ("3MiB", False)])
 def test_budgets(planned, budget: str, fits: bool):
     plan = planned("offload=layer_stream", f"vram_budget={budget}", f"host_budget={budget}")
     assert plan.fits == {"vram_budget": fits, "host_budget": fits}
