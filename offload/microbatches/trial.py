@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from offload.microbatches.layer_major import nodes_of
 from offload.torch_private.block_attributes import BlockAttributes
-from offload.torch_private.buffer_states import get, put
+from offload.torch_private.block_buffers import buffers_of
+from offload.torch_private.buffer_states import NOTHING, copied, get, put
 from offload.torch_private.random_state import RandomState
 from offload.torch_private.running_microbatch import SideBySideError
 
@@ -30,7 +31,7 @@ Losses = Sequence[Callable[[], Tensor]]
 
 
 class Result(NamedTuple):
-    """What tells whether two losses are alike: the bytes of the number, and the parameters that get gradients."""
+    """The number of a loss, as bytes, and the parameters that get gradients: alike losses have the same."""
 
     number: bytes
     trained: frozenset[int]
@@ -83,24 +84,23 @@ def _taken_back(model: nn.Module, device: torch.device) -> Iterator[None]:
     named = (pair for module in model.modules() for pair in vars(module).items() if pair[0] not in _TENSORS)
     contents = [(value, type(value)(value)) for _, value in named if type(value) in _CONTAINERS]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    parameters = [(module._parameters, dict(module._parameters.items())) for module in model.modules()]
-    buffers = {(module, name): state for module in model.modules() for name, state in module._buffers.items()}
-    copies: dict[int, Tensor] = {}
-    for place, state in buffers.items():
-        if state is not None:
-            put(place, copies.setdefault(id(state), state.detach().clone()))
+    # Those of a scripted module are no dictionary, and nothing replaces them.
+    held = (module._parameters for module in model.modules())
+    contents += [(parameters, dict(parameters)) for parameters in held if isinstance(parameters, dict)]
+    buffers = {place: get(place) for place in buffers_of(model)}
+    for place, copy in copied(buffers).items():
+        put(place, copy)
     try:
         with attributes.in_recompute():
             yield
     finally:
-        for place, state in buffers.items():
+        # Buffers that the forwards have registered go.
+        for place, state in (dict.fromkeys(buffers_of(model), NOTHING) | buffers).items():
             if get(place) is not state:
                 put(place, state)
         for value, content in contents:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
-        for held, found in parameters:
-            held.update(found)
         for parameter, trains in flags:
             if parameter.requires_grad != trains:
                 parameter.requires_grad_(trains)

@@ -35,7 +35,7 @@ class BlockBuffers:
 
     def __init__(self, block: nn.Module):
         self._block = block
-        self._places = _places(block)
+        self._places = buffers_of(block)
         self._found: dict[Place, State] = {}
         self._left: dict[Place, Tensor] = {}
 
@@ -52,7 +52,7 @@ class BlockBuffers:
 
     def _recompute(self) -> _Recompute:
         # Buffers that forward has registered were not there when it began.
-        registered = dict.fromkeys(_places(self._block).keys() - self._places.keys(), NOTHING)
+        registered = dict.fromkeys(buffers_of(self._block).keys() - self._places.keys(), NOTHING)
         return _Recompute(self._found | registered, self._left)
 
 
@@ -74,7 +74,7 @@ def leaving(places: Iterable[Place]) -> None:
 
 def buffers_here(model: nn.Module) -> list[Place]:
     """Returns the places of the buffers that are not away."""
-    return [(module, name) for module, name in _places(model) if name not in _away.get(module, ())]
+    return [(module, name) for module, name in buffers_of(model) if name not in _away.get(module, ())]
 
 
 def look_again() -> None:
@@ -201,6 +201,7 @@ class _Entering(AbstractContextManager):
             frame.end()
 
 
-def _places(block: nn.Module) -> dict[Place, None]:
+def buffers_of(block: nn.Module) -> dict[Place, None]:
+    """Returns the places of the buffers of a module and of those inside it."""
     # Scripted modules have no dictionary, and cannot be iterated over.
     return {(module, name): None for module in block.modules() for name in module._buffers.keys()}  # noqa: SIM118

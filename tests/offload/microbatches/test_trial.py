@@ -82,3 +82,20 @@ def test_a_changed_weight_is_refused_and_other_errors_are_raised():
     with pytest.raises(ZeroDivisionError):
         alike(net, [failing])
     assert not hasattr(net.layer, "extra")
+
+
+def test_what_forwards_register_goes_and_scripted_modules_take_part():
+    class Registering(Net):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "table"):
+                self.register_buffer("table", rows.sum(0).detach())
+                self.register_parameter("scale", nn.Parameter(torch.ones(())))
+            return super().forward(rows) * self.scale + self.table.sum()
+
+    net, rows = Registering(), torch.ones(3, 2)
+    net.norm = torch.jit.script(nn.BatchNorm1d(2))
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    assert alike(net, [lambda: net(rows)])
+    assert {name: value.tolist() for name, value in net.state_dict().items()} == {
+        name: value.tolist() for name, value in state.items()
+    }
