@@ -89,7 +89,7 @@ def test_what_forwards_register_goes_and_scripted_modules_take_part():
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             if not hasattr(self, "table"):
                 self.register_buffer("table", rows.sum(0).detach())
-                self.register_parameter("scale", nn.Parameter(torch.ones(())))
+                self.register_parameter("scale", nn.Parameter(torch.ones(()), requires_grad=False))
             return super().forward(rows) * self.scale + self.table.sum()
 
     net, rows = Registering(), torch.ones(3, 2)
