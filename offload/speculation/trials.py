@@ -10,6 +10,7 @@ proof and the costs.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Speculation:
 
 
 class Mark(NamedTuple):
-    """What shows that a tensor was written or given other data.
+    """Shows whether a tensor was written or given other data.
 
     Autograd's counter rises with most writes, but not with those through `.data` or NumPy, nor with a GradScaler's:
     some elements show whether all were changed.
@@ -92,6 +93,11 @@ class Decision:
     scale: float = 1.0
     claims: Mapping[Tensor, Claim] = field(default_factory=dict)
 
+    @property
+    def undoes_all(self) -> bool:
+        """True where that is known without a look at the trials."""
+        return self.scale != 1.0 or not self.claims
+
     def keeps(self, trial: Trial) -> bool:
         """Tells whether the trial is the update that is to be made."""
         new, old = self.claims.get(trial.claim.parameter), trial.claim
@@ -106,11 +112,15 @@ class Decision:
 
 @dataclass(eq=False)
 class Attempt:
-    """Claimed updates that are tried one after the other, until there is a `decision` on them."""
+    """Claimed updates that are tried one after the other, until there is a `decision` on them.
+
+    The first `counted` trials are counted as undone.
+    """
 
     claims: list[Claim]
     trials: list[Trial] = field(default_factory=list)
     decision: Decision | None = None
+    counted: int = 0
 
 
 class Trials:
@@ -136,6 +146,7 @@ class Trials:
         self._was_taken_back = False
         self._made_parameters = self._undone_parameters = 0
         self._undo_ms = 0.0
+        self._counting = threading.Lock()
 
     def begin_step(self) -> None:
         self._squares, self._was_taken_back = 0.0, False
@@ -162,7 +173,13 @@ class Trials:
             if trial is None:
                 break
             attempt.trials.append(trial)
+        self._count_undone(attempt)
         return sum(trial.claim.parameter.numel() for trial in attempt.trials)
+
+    def decide(self, attempt: Attempt, decision: Decision) -> None:
+        """Decides on an attempt, which `settle` then follows."""
+        attempt.decision = decision
+        self._count_undone(attempt)
 
     def settle(self, attempts: Iterable[Attempt]) -> int:
         """Does what was decided on each of them; returns the number of parameters in the updates that it makes."""
@@ -182,7 +199,9 @@ class Trials:
         decision, start = attempt.decision, perf_counter()
         kept = {trial.claim.parameter for trial in attempt.trials if decision.keeps(trial)}
         undone = [trial for trial in attempt.trials if trial.claim.parameter not in kept]
-        self._undone_parameters += sum(trial.claim.parameter.numel() for trial in undone)
+        if not decision.undoes_all:
+            with self._counting:
+                self._undone_parameters += sum(trial.claim.parameter.numel() for trial in undone)
         for trial in undone:
             self._undo(trial)
         for _ in attempt.trials:
@@ -195,6 +214,13 @@ class Trials:
         if claims:
             self._optimizer.apply(claims, decision.scale)
         return sum(claim.parameter.numel() for claim in claims)
+
+    def _count_undone(self, attempt: Attempt) -> None:
+        """Counts trials that will all be undone when that is decided: in the step which undoes them."""
+        with self._counting:
+            if attempt.decision is not None and attempt.decision.undoes_all:
+                self._undone_parameters += sum(t.claim.parameter.numel() for t in attempt.trials[attempt.counted :])
+                attempt.counted = len(attempt.trials)
 
     @torch.no_grad()
     def _try(self, claim: Claim) -> Trial | None:

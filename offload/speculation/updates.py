@@ -148,7 +148,7 @@ class SpeculativeOverlap(Overlap):
     def _settle(self, unit: OffloadUnit, decision: Decision) -> None:
         attempts, tensors = zip(*self._attempts.pop(unit), strict=True)
         for attempt in attempts:
-            attempt.decision = decision
+            self._trials.decide(attempt, decision)
         self._queue(unit, list(itertools.chain(*tensors)), (), partial(self._trials.settle, attempts))
 
     def _tried(self, *units: OffloadUnit) -> Iterator[Claim]:
