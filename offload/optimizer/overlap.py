@@ -18,6 +18,7 @@ from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal
 from offload.torch_private.module_contexts import OwnHook
 from offload.weights.gradients.ring import RingBlock
+from offload.weights.gradients.updates import Updates
 from offload.weights.streamer import WeightStreamer
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
@@ -27,8 +28,8 @@ BUSY_CORES = 3
 LAUNCHING_CORES = 1
 
 
-class Overlap:
-    """`offload.weights.gradients.updates.Updates` by `optimizer`, for the units of `streamer`, until `close`.
+class Overlap(Updates):
+    """Updates by `optimizer`, for the units of `streamer`, until `close`.
 
     `device_share` is the number of bytes of states that live on the device; the units that they belong to are updated
     there, all others on the worker. `early`: a unit's update may begin when its gradients of the last microbatch have
@@ -141,13 +142,6 @@ class Overlap:
             return self._queue(unit, tensors, after, partial(self._apply, claims), [released]) if claims else None
         self._offer(unit, tensors, after=after)
         return None
-
-    def take_back(self) -> bool:
-        """Returns False: no update is undone."""
-        return False
-
-    def abandon_step(self) -> None:
-        """Does nothing: no update is undone."""
 
     def end_step(self) -> None:
         """Forgets the ends of updates on the device, which are past."""

@@ -7,7 +7,6 @@ Streaming calls it at fixed points of a step; `offload.optimizer.overlap` implem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from offload.streams.counters import Counters
 from offload.streams.deferred_free import PendingFree
@@ -17,33 +16,31 @@ from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
 
-class Updates(Protocol):
-    """Updates of units that may be under way beside the step. `early`: they may begin inside backward."""
+class Updates:
+    """Updates of units that may be under way beside the step; this one makes none. `early`: inside backward."""
 
-    early: bool
+    early = False
 
     def begin_step(self) -> None:
         """Called when a step begins. Raises RuntimeError where the last one has begun updates and was not ended."""
-        ...
 
     def before_onload(self, unit: OffloadUnit) -> None:
         """Makes the copy of the unit that is queued next on h2d come after the unit's updates.
 
         Blocks the host while the host itself still updates the unit.
         """
-        ...
 
     def is_pending(self, unit: OffloadUnit) -> bool:
         """Tells whether `before_onload` would block the host."""
-        ...
+        return False
 
     def keeps_gradients(self, unit: OffloadUnit) -> bool:
         """Tells whether `retain_gradient` would take charge of the unit's gradients."""
-        ...
+        return False
 
     def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
         """Takes charge of a gradient's device memory, whose copy home is queued; False leaves it to the caller."""
-        ...
+        return False
 
     def gradients_landed(
         self,
@@ -57,78 +54,30 @@ class Updates(Protocol):
         `released`: where a single one is, if not in `.grad`: on its way to a block of the ring, or kept on the device.
         Returns what is set when the host has read it; None where the host does not.
         """
-        ...
+        return None
 
     def take_back(self) -> bool:
         """Undoes what has begun of this step's updates, which then begin after it; False where that cannot be done.
 
         Blocks the host. Where it returns False nothing has changed.
         """
-        ...
+        return False
 
     def abandon_step(self) -> None:
         """Called when a step ends by an error: takes back what can be. Raises nothing."""
-        ...
 
     def end_step(self) -> None:
         """Called when a step is over and nothing is written home any more."""
-        ...
 
     def counters(self) -> Counters:
         """Returns totals since construction."""
-        ...
-
-    def close(self) -> None:
-        """Makes the updates that have begun, and no others. At its end raises an error that nobody has got yet."""
-        ...
-
-
-class NoUpdates:
-    """`Updates` of an optimizer that works between steps."""
-
-    early = False
-
-    def begin_step(self) -> None:
-        pass
-
-    def before_onload(self, unit: OffloadUnit) -> None:
-        pass
-
-    def is_pending(self, unit: OffloadUnit) -> bool:
-        return False
-
-    def keeps_gradients(self, unit: OffloadUnit) -> bool:
-        return False
-
-    def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
-        return False
-
-    def gradients_landed(
-        self,
-        unit: OffloadUnit,
-        tensors: Sequence[UnitTensor],
-        after: Sequence[Event],
-        released: RingBlock | PendingFree | None = None,
-    ) -> Signal | None:
-        return None
-
-    def take_back(self) -> bool:
-        return False
-
-    def abandon_step(self) -> None:
-        pass
-
-    def end_step(self) -> None:
-        pass
-
-    def counters(self) -> Counters:
         return Counters()
 
     def close(self) -> None:
-        pass
+        """Makes the updates that have begun, and no others. At its end raises an error that nobody has got yet."""
 
 
-class ImmediateUpdates(NoUpdates):
+class ImmediateUpdates(Updates):
     """`Updates` of a dry run, which take no time and change nothing."""
 
     early = True
@@ -148,4 +97,4 @@ class ImmediateUpdates(NoUpdates):
         return consumed
 
 
-NO_UPDATES = NoUpdates()
+NO_UPDATES = Updates()

@@ -12,7 +12,7 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.sharing.summing import WAITING_UNITS
 from offload.streams.stream_checker import CheckedStreams
-from offload.weights.gradients.updates import NoUpdates
+from offload.weights.gradients.updates import Updates
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -40,7 +40,7 @@ class Router(nn.Module):
         return hidden
 
 
-class Landed(NoUpdates):
+class Landed(Updates):
     """Notes the units whose gradients are handed to updates."""
 
     early = True

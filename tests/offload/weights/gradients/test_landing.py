@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.weights.gradients.landing import GradientLanding
-from offload.weights.gradients.updates import NoUpdates
+from offload.weights.gradients.updates import Updates
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 
 
@@ -78,7 +78,7 @@ def test_hooks_get_their_gradient_on_the_host(model: Stack, mode: LayerStream):
 
 
 def test_updates_get_final_gradients_of_a_unit_together(model: Stack, mode: LayerStream):
-    class Recorded(NoUpdates):
+    class Recorded(Updates):
         early = True
 
         def __init__(self) -> None:

@@ -10,9 +10,10 @@ import torch
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import Deferral
 from offload.optimizer.overlap import Overlap
+from offload.speculation.updates import SpeculativeOverlap
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer
-from offload.weights.gradients.updates import NO_UPDATES, NoUpdates, Updates
+from offload.weights.gradients.updates import NO_UPDATES, ImmediateUpdates, Updates
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 
 
@@ -22,16 +23,18 @@ def methods(of: type) -> dict[str, list[str]]:
     return {name: list(inspect.signature(value).parameters) for name, value in public.items()}
 
 
-@pytest.mark.parametrize("implementation", [NoUpdates, Overlap])
-def test_implementations_have_every_method_of_the_protocol(implementation: type):
-    assert methods(Updates).items() <= methods(implementation).items()
+@pytest.mark.parametrize("implementation", [ImmediateUpdates, Overlap, SpeculativeOverlap])
+def test_implementations_take_what_streaming_gives(implementation: type):
+    own = {name: parameters for name, parameters in methods(implementation).items() if name in methods(Updates)}
+    assert own
+    assert own.items() <= methods(Updates).items()
 
 
 def test_overlap_has_every_method_that_an_optimizer_calls():
     assert methods(Deferral).items() <= methods(Overlap).items()
 
 
-class Recorded(NoUpdates):
+class Recorded(Updates):
     """Notes every call."""
 
     early = True
@@ -84,7 +87,7 @@ def test_a_step_calls_updates_in_order(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_gradients_that_updates_retain_are_not_freed():
-    class Retaining(NoUpdates):
+    class Retaining(Updates):
         def __init__(self):
             self.kept = {}
 

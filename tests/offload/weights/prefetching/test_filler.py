@@ -11,7 +11,7 @@ from offload.memory.device_slots import DeviceSlots
 from offload.memory.host_memory import HostArena
 from offload.streams.registry import Streams
 from offload.streams.transfer import Telemetry, Transfer
-from offload.weights.gradients.updates import NoUpdates
+from offload.weights.gradients.updates import Updates
 from offload.weights.prefetching.filler import Filler
 from offload.weights.units.partition import CutModel, CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
@@ -27,7 +27,7 @@ def parts() -> CutModel:
 def test_a_unit_comes_home_and_into_a_slot_in_one_copy_after_its_updates(streams: Streams):
     asked = []
 
-    class Asked(NoUpdates):
+    class Asked(Updates):
         def before_onload(self, unit: OffloadUnit) -> None:
             asked.append(unit)
 
