@@ -1,4 +1,4 @@
-"""How latents lie in the inputs and outputs of diffusion models: as they are, in patches, channels last, one by one."""
+"""Layouts of latents in the inputs and outputs of diffusion models: as they are, patches, channels last, one by one."""
 
 from __future__ import annotations
 

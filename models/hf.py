@@ -157,7 +157,7 @@ class CausalLanguageModel(TransformersModel):
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """How the model takes packed rows; found out at the first use, by a forward on the meta device."""
+        """The way in which the model takes packed rows; a forward on the meta device finds it out at the first use."""
         return Packing.of(self.hf)
 
     @property

@@ -57,7 +57,7 @@ _attention = ALL_ATTENTION_FUNCTIONS[SDPA]
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model takes packed rows.
+    """The way in which a model takes packed rows.
 
     Attributes:
         why_not: None if it computes each sample as if it were alone; else a clause that says why it does not.
@@ -122,7 +122,7 @@ def _watched(twin: PreTrainedModel, **options: torch.Tensor) -> tuple[int, list[
 
 
 class Sequences:
-    """What is known of the sequences in rows.
+    """The sequences in rows.
 
     Attributes:
         segments: int64 [rows, seq_len], the number of the sequence of each token; None for one sequence a row.

@@ -25,7 +25,7 @@ _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varl
 
 
 class Packed(NamedTuple):
-    """What a layer is given for packed rows; without it rows are not packed. `bounds` is what `bounds_of` returns."""
+    """Given to a layer for packed rows; without it rows are not packed. `bounds` is what `bounds_of` returns."""
 
     bounds: Tensor | None
 

@@ -1,4 +1,4 @@
-"""What the swapper knows of spans: the record of the current step, and the swapped spans that are alive."""
+"""Tables of the swapper's spans: the record of the current step, and the swapped spans that are alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process may use: memory and cores of the host, and the memory of a device.
+"""Limits of this process: memory and cores of the host, and the memory of a device.
 
 On Linux the control groups (version 2) that hold this process, a container's, a job's of SLURM, a unit's of systemd,
 lie one inside the other, and the limits of all of them bind.

@@ -89,7 +89,7 @@ def fused_adamw_(
 
 
 class _Tails:
-    """What is left behind the last whole vectors of 1-D tensors: `padded` has a copy of each in a vector of its own."""
+    """The rest behind the last whole vectors of 1-D tensors: `padded` has a copy of each in a vector of its own."""
 
     def __init__(self, tensors: list[Tensor]):
         self._places = [tensor[len(tensor) - len(tensor) % VECTOR :] for tensor in tensors if len(tensor) % VECTOR]

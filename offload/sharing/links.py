@@ -1,4 +1,4 @@
-"""How the devices of sharers exchange slices of weights and of gradients: by copies, or by the sharers' collectives.
+"""Devices of sharers exchange slices of weights and of gradients: by copies, or by the sharers' collectives.
 
 Copies between memory that all map (`remote_memory`) take no multiprocessors. A collective's kernels do, and products
 run more slowly meanwhile: they are for devices that cannot reach each other's memory, and for sums over several hosts.

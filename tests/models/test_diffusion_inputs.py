@@ -1,4 +1,4 @@
-"""What the inputs of diffusion models are made of; tests of the families compare all of them with the pipelines'."""
+"""The inputs of diffusion models have the right parts; tests of the families compare all with the pipelines'."""
 
 from __future__ import annotations
 

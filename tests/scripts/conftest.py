@@ -1,4 +1,4 @@
-"""How the programs are run inside the process of a test."""
+"""Runs the programs inside the process of a test."""
 
 from __future__ import annotations
 

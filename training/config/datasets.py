@@ -13,7 +13,7 @@ from training.errors import UserError
 
 
 class TrainOn(StrEnum):
-    """What of a chat is trained on: each turn of the assistant, the last of them, or every token."""
+    """The part of a chat that is trained on: each turn of the assistant, the last of them, or every token."""
 
     assistant = "assistant"
     last = "last"
@@ -21,7 +21,7 @@ class TrainOn(StrEnum):
 
 
 class TooLong(StrEnum):
-    """What becomes of chats, or pairs, that are longer than a row: left out, cut at the end, or the run is refused."""
+    """The treatment of chats, or pairs, that are longer than a row: left out, cut at the end, or the run is refused."""
 
     drop = "drop"
     truncate = "truncate"

@@ -147,7 +147,7 @@ class Messages:
 
     @property
     def exchange_s(self) -> float:
-        """How long an exchange of all may take. Rank 0 names a rank that hangs, before the others give up."""
+        """The seconds that an exchange of all may take. Rank 0 names a rank that hangs, before the others give up."""
         return self.timeout_s * (LONGER if self.rank else 1)
 
     def new_group(self, device: torch.device, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:

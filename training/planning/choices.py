@@ -1,4 +1,4 @@
-"""What a run leaves to its plan: how many units stay on the device, and whether gradients are kept after all.
+"""Choices that a run leaves to its plan: how many units stay on the device, and whether gradients are kept after all.
 
 A unit that stays takes its weight, its gradient and its states, and saves their copies and the host's update. States
 alone take a little less and save the update only. So a search over the number of units, in which the states take what

@@ -69,7 +69,7 @@ class PreparedRun:
 
     @property
     def start(self) -> RunState:
-        """How far the run was when it was saved; for a new run, step 0."""
+        """The place of the run when it was saved; for a new run, step 0."""
         return RunState() if self.checkpoint is None else self.checkpoint.state
 
 

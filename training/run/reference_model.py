@@ -47,7 +47,7 @@ def attached_reference(
 
 @dataclass(frozen=True)
 class ReferenceOrigin:
-    """What fills a reference: the files of `weights`, None: the seed. `base` names both by their contents."""
+    """The values of a reference: the files of `weights`, None: the seed. `base` names both by their contents."""
 
     weights: ModelWeights | None
     base: BaseReference

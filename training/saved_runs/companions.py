@@ -1,4 +1,4 @@
-"""What an exported model has beside its weights: what it came with, else what its run knows.
+"""Files of an exported model beside its weights: those that it came with, else what its run knows.
 
 A model came with files of its own where its run began with weights, or has the tokenizer of its source. Its tokenizer,
 its templates of chats and the ends of its texts are then as they were. A model from the seed has those of its run.

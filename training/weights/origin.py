@@ -1,4 +1,4 @@
-"""What a model came with beside its weights: the folder of its config.json, and the tokens that end its texts there."""
+"""Facts beside a model's weights: the folder of its config.json, and the tokens that end its texts there."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ class _PackWeights(PackHook):
 
     @property
     def pack(self) -> PackHook:
-        """What is called where torch.compile leaves it out of its graphs."""
+        """The function that torch.compile leaves out of its graphs: this one."""
         return self
 
     def claims(self, tensor: torch.Tensor) -> bool:

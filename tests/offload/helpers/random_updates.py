@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Beside:
-    """How updates run beside the step: the arguments of `Mode.overlap`."""
+    """Updates beside the step: the arguments of `Mode.overlap`."""
 
     early: bool
     device_share: int
@@ -77,7 +77,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Programme:
-    """What `run` does. `modes` take turns where the programme attaches anew, and so do the ways of `beside`."""
+    """The plan of `run`. `modes` take turns where the programme attaches anew, and so do the ways of `beside`."""
 
     seed: int
     model: str

@@ -1,4 +1,4 @@
-"""What holds whom: an idle thread ends and refers to nothing that its user has dropped; one mode has an optimizer."""
+"""An idle thread ends, and refers to nothing that its user has dropped; one mode has an optimizer."""
 
 from __future__ import annotations
 

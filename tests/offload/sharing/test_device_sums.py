@@ -119,7 +119,7 @@ ALL = {f"{layer}.{tensor}" for layer in ("stem", "twice", "branches.0") for tens
 
 @pytest.fixture(autouse=True, params=["collectives", "copies"])
 def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the devices of sharers exchange slices."""
+    """The ways in which devices of sharers exchange slices."""
     if request.param == "collectives":
         use_collectives(monkeypatch)
     return request.param
@@ -133,7 +133,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, params=[SUMS_AT_ONCE, 1])
 def sums_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many buckets are complete before a sharer asks the others for sums alone."""
+    """The number of buckets that are complete before a sharer asks the others for sums alone."""
     monkeypatch.setattr(device_sums, "ASK_AFTER", request.param)
 
 

@@ -13,7 +13,7 @@ from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collect
 
 @pytest.fixture(autouse=True, params=["collectives", "copies"])
 def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the devices of sharers exchange slices."""
+    """The ways in which devices of sharers exchange slices."""
     if request.param == "collectives":
         use_collectives(monkeypatch)
 

@@ -31,7 +31,7 @@ STEPS = 3
 
 @pytest.fixture(autouse=True, params=["collectives", "copies"])
 def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the devices of sharers exchange slices."""
+    """The ways in which devices of sharers exchange slices."""
     if request.param == "collectives":
         use_collectives(monkeypatch)
     return request.param

@@ -150,7 +150,7 @@ def test_sums_are_in_the_order_of_ranks(count: int, dtype: torch.dtype, way: str
 
 
 def test_a_sharer_may_take_sums_in_place_and_another_not():
-    """Whether something else holds the memory of a gradient may differ."""
+    """Sharers may differ in what else holds the memory of a gradient."""
 
     def work(sharers: ThreadSharers) -> list[torch.Tensor]:
         links = by_copies(sharers)

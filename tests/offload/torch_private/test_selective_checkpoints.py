@@ -1,4 +1,4 @@
-"""What the engine does inside of a selective checkpoint is hidden from it, and what it keeps is shown to the engine."""
+"""A selective checkpoint does not see the engine's work inside of it, and the engine sees what it keeps."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_an_error_of_the_call_is_raised():
 
 
 def test_a_call_that_has_returned_is_kept_by_nobody():
-    """What the thread held as the process ends, such as a received tensor, it could not free: the process aborted."""
+    """The thread could not free a tensor that it held as the process ended: the process aborted."""
     waiter, tensor = Waiter(), torch.ones(1)
     seen = weakref.ref(tensor)
     waiter.wait(partial(tensor.add_, 1))

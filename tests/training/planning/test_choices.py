@@ -1,4 +1,4 @@
-"""What a run leaves to its plan: units that stay on the device within a vram_budget, and gradients that are kept."""
+"""A plan chooses the units that stay on the device within a vram_budget, and whether gradients are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of weights that do not stream, are not quantised, or have no adapter."""
+"""A plan names weights that do not stream, are not quantised, or have no adapter."""
 
 from __future__ import annotations
 

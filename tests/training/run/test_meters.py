@@ -1,4 +1,4 @@
-"""What is measured of the steps between two records: speed, traffic, memory."""
+"""Meters of the steps between two records: speed, traffic, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the comparisons with TRL's trainers share: a run of ours, a trainer that keeps the order, and the comparison."""
+"""The comparisons with TRL's trainers share a run of ours, a trainer that keeps the order, and the comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model came with is found beside its weights, or at its source, and not for a model with ids of its own."""
+"""Facts of a model are found beside its weights, or at its source, and not for a model with ids of its own."""
 
 from __future__ import annotations
 

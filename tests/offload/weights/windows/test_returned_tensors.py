@@ -1,4 +1,4 @@
-"""What a forward returned is searched for tensors of slots, in the containers that torch takes apart."""
+"""Tensors of slots are found in what a forward returned, in the containers that torch takes apart."""
 
 from __future__ import annotations
 

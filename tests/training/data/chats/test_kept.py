@@ -1,4 +1,4 @@
-"""What is kept of samples, what is counted as left out, and which are held out."""
+"""Samples are kept, counted as left out, or held out."""
 
 from __future__ import annotations
 
