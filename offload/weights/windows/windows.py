@@ -280,18 +280,9 @@ class Windows:
         with hidden_from_selective_checkpoints():
             return copy_returned(result, self._slots, closing=closing.__contains__)
 
+    @left_out_of_graphs
     def _read(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
         """Answers the read of a tensor where no window is known to be open; see `OnRead`."""
-        # What `left_out_of_graphs` does, without its call.
-        if is_traced() or compiles_frames() is not None:
-            return self._answered(unit, tensor)
-        return self._answer(unit, tensor)
-
-    @left_out_of_graphs
-    def _answered(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
-        return self._answer(unit, tensor)
-
-    def _answer(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
         running = self.threads.running
         if not running.scopes:
             return self._copy(unit, tensor) if self._is_device_work_of_backward() else None
