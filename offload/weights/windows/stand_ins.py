@@ -288,14 +288,14 @@ def _has_changed(tensor: UnitTensor, slot: DeviceSlot) -> bool:
         if any(part.untyped_storage().data_ptr() != there for part in tensor.device_parts_now()):
             return _take_data(tensor, slot)
         return tensor.count_writes()
-    (view,) = tensor.views_in(slot) if slot.index not in tensor.slot_views else tensor.slot_views[slot.index]
+    (view,) = tensor.slot_views[slot.index]
     if device.data_ptr() != view.data_ptr() or device.stride() != tensor.strides:
         # Other memory, or the same in another order, as `weight.data.t()` is.
         return _take_data(tensor, slot)
     # A write through `.data` does not count for autograd.
     data_taken = DATA_TAKEN in device.__dict__
     if data_taken and running_microbatch() is not None:
-        # Whether it was a write matters to the other microbatches.
+        # Whether it was a write matters to a trial, which refuses writes.
         tensor.writes += differs_from_home(tensor)
     return (device._version != tensor.device_version and tensor.count_writes()) or data_taken
 

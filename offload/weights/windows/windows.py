@@ -338,8 +338,7 @@ class ForwardInWindows(ReplacedForward):
         self._windows = windows
 
     def __call__(self, *arguments: object, **keywords: object) -> object:
-        # Thousands of calls in a step find their windows open, and none that a forward inside has opened itself: they
-        # go on without a call of the engine.
+        # Thousands of calls in a step find their windows open and the hooks in place: they need nothing of the engine.
         windows = self._windows
         running = windows.threads.running
         hooks = innermost_saved_tensor_hooks(True)
