@@ -138,12 +138,14 @@ def test_steps_that_are_skipped_are_undone():
         model, mode = made(Stack), LayerStream(slots=2)
         with updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer:
             for step in range(6):
-                made = mode.counters().speculated_parameters
+                before = mode.counters().speculated_parameters
                 one_step(model, mode, step)
                 if step in (2, 3):
                     # On a busy machine the worker may not have begun: then there is nothing to undo.
                     deadline = time.monotonic() + 30
-                    while speculation and mode.counters().speculated_parameters == made and time.monotonic() < deadline:
+                    while (
+                        speculation and mode.counters().speculated_parameters == before and time.monotonic() < deadline
+                    ):
                         time.sleep(0.001)
                     optimizer.skip()
                 else:
