@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,13 @@ def calls(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
+def keywords(tree: ast.AST) -> set[str | None]:
+    """Returns the names of the keyword arguments of all calls."""
+    return {
+        keyword.arg for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords
+    }  # fmt: skip
+
+
 def public_names(face: Path) -> list[str]:
     """Returns the names in `__all__` of a package, from its source."""
     (names,) = (
@@ -129,44 +137,58 @@ def private_names_of_torch(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-class TestSource:
-    def test_packages_import_what_they_may(self, path: Path):
-        package = path.relative_to(ROOT).parts[0]
-        tops = {name.split(".")[0] for name in imports(tree_of(path))}
-        assert not tops & FORBIDDEN[package]
-
-    def test_streams_events_and_asynchronous_copies_are_made_in_one_place(self, path: Path):
-        name = str(path.relative_to(ROOT))
-        tree = tree_of(path)
-        if name != "offload/streams/registry.py":
-            assert not {"torch.cuda.Stream", "torch.cuda.Event", "torch.Stream", "torch.Event"} & calls(tree)
-        asynchronous = any(
-            keyword.arg == "non_blocking" for node in ast.walk(tree) if isinstance(node, ast.Call)
-            for keyword in node.keywords
-        )  # fmt: skip
-        assert asynchronous == (name == "offload/streams/transfer.py")
-        assert not any(call.endswith(".record_stream") for call in calls(tree))
-
-    def test_files_stay_readable(self, path: Path):
-        assert len(path.read_text().splitlines()) <= 400
-
-    def test_each_file_has_a_test_file_of_its_name(self, path: Path):
-        if path.name != "__init__.py":
-            assert (TESTS / path.relative_to(ROOT).with_name(f"test_{path.name}")).is_file()
+def named(paths: Iterable[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
-@pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_floors_import_downwards(path: Path):
-    if path == FACES["offload"]:
-        # It stands on all floors.
-        return
-    # Through a face every module would import every other.
-    assert not imports(tree_of(path)) & FACES.keys() - {"offload.knobs"}
-    folder = folder_in_engine(path)
-    for other in imported_modules(path):
-        imported = folder_in_engine(other)
-        assert imported == folder or is_below(imported, folder), f"{path} imports {other}"
+def test_packages_import_what_they_may():
+    def tops(path: Path) -> set[str]:
+        return {name.split(".")[0] for name in imports(tree_of(path))}
+
+    assert not named(path for path in SOURCES if tops(path) & FORBIDDEN[path.relative_to(ROOT).parts[0]])
+
+
+def test_streams_events_and_asynchronous_copies_are_made_in_one_place():
+    makers = {"torch.cuda.Stream", "torch.cuda.Event", "torch.Stream", "torch.Event"}
+    called = {path: calls(tree_of(path)) for path in SOURCES}
+    assert named(path for path in SOURCES if makers & called[path]) == ["offload/streams/registry.py"]
+    asynchronous = named(path for path in SOURCES if "non_blocking" in keywords(tree_of(path)))
+    assert asynchronous == ["offload/streams/transfer.py"]
+    assert not named(path for path in SOURCES if any(name.endswith(".record_stream") for name in called[path]))
+
+
+def test_files_stay_readable():
+    files = {*SOURCES, *TESTS.rglob("*.py"), *(ROOT / "scripts").glob("*.py")}
+    assert not named(path for path in sorted(files) if len(path.read_text().splitlines()) > 400)
+
+
+def test_each_file_has_a_test_file_of_its_name():
+    assert not named(
+        path for path in SOURCES
+        if path.name != "__init__.py" and not (TESTS / path.relative_to(ROOT).with_name(f"test_{path.name}")).is_file()
+    )  # fmt: skip
+
+
+def test_each_file_says_in_its_first_line_what_it_holds():
+    def says(path: Path) -> bool:
+        return bool((ast.get_docstring(tree_of(path)) or "").partition("\n")[0])
+
+    short = {path for path in SOURCES if path.name == "__init__.py" and len(path.read_text().splitlines()) <= 1}
+    assert not named(path for path in SOURCES if path not in short and not says(path))
+
+
+def test_floors_import_downwards():
+    wrong = []
+    # The face of the engine stands on all floors.
+    for path in set(ENGINE) - {FACES["offload"]}:
+        folder = folder_in_engine(path)
+        # Through a face every module would import every other.
+        wrong += [(path, face) for face in imports(tree_of(path)) & FACES.keys() - {"offload.knobs"}]
+        for other in imported_modules(path):
+            imported = folder_in_engine(other)
+            if imported != folder and not is_below(imported, folder):
+                wrong.append((path, other))
+    assert not wrong
 
 
 def folder_in_training(path: Path) -> int:
@@ -175,16 +197,15 @@ def folder_in_training(path: Path) -> int:
     return TRAINING_FOLDERS.index("" if folder == "." else folder)
 
 
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(ROOT)))
-def test_folders_of_training_import_downwards(path: Path):
-    for other in imported_modules(path):
-        if other.is_relative_to(ROOT / "training"):
-            assert folder_in_training(other) <= folder_in_training(path), f"{path} imports {other}"
+def test_folders_of_training_import_downwards():
+    assert not [
+        (path, other) for path in TRAINING for other in imported_modules(path)
+        if other.is_relative_to(ROOT / "training") and folder_in_training(other) > folder_in_training(path)
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_names_of_torch_are_used_in_one_file(path: Path):
-    assert path == TORCH_INTERNALS or not private_names_of_torch(tree_of(path))
+def test_private_names_of_torch_are_used_in_one_file():
+    assert not named(path for path in ENGINE if path != TORCH_INTERNALS and private_names_of_torch(tree_of(path)))
 
 
 def test_private_names_of_torch_are_found():
@@ -197,11 +218,11 @@ def test_private_names_of_torch_are_found():
     }
 
 
-@pytest.mark.parametrize("path", USERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_of_the_engine_come_from_its_public_faces(path: Path):
+def test_names_of_the_engine_come_from_its_public_faces():
     public = {f"{face}.{name}" for face, file in FACES.items() for name in public_names(file)} | FACES.keys()
-    used = {name for name in imports(tree_of(path)) if name.partition(".")[0] == "offload"}
-    assert not used - public
+    for path in USERS:
+        used = {name for name in imports(tree_of(path)) if name.partition(".")[0] == "offload"}
+        assert not used - public, path
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -224,11 +245,6 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not graph, [str(path.relative_to(ROOT)) for path in graph]
 
 
-def test_tests_and_programs_stay_readable():
-    for path in (*TESTS.rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
-        assert len(path.read_text().splitlines()) <= 400, path
-
-
 def test_tests_import_their_helpers_by_full_name():
     """`tests.offload.helpers.late`, not `late` or `.helpers.late`."""
     bare_names = {path.stem for path in TESTS.rglob("*.py")} - FORBIDDEN.keys()
@@ -238,26 +254,23 @@ def test_tests_import_their_helpers_by_full_name():
         assert not any(node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), path
 
 
-@pytest.mark.parametrize("path", MODES, ids=lambda path: path.stem)
-def test_no_mode_imports_another(path: Path):
-    assert not imported_modules(path) & set(MODES)
+def test_no_mode_imports_another():
+    assert not named(path for path in MODES if imported_modules(path) & set(MODES))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "peers").glob("*.py")), ids=lambda path: path.stem)
-def test_an_adapter_is_short_and_imports_its_system_when_it_is_used(path: Path):
-    assert path.stem == "peer" or len(path.read_text().splitlines()) <= 100
-    outside = [node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    tops = {name.partition(".")[0] for name in imports(ast.Module(outside, []))}
-    assert tops <= {*sys.stdlib_module_names, "torch", "offload", "models", "peers"}
+def test_an_adapter_is_short_and_imports_its_system_when_it_is_used():
+    for path in (ROOT / "peers").glob("*.py"):
+        assert path.stem == "peer" or len(path.read_text().splitlines()) <= 100, path
+        outside = [node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        tops = {name.partition(".")[0] for name in imports(ast.Module(outside, []))}
+        assert tops <= {*sys.stdlib_module_names, "torch", "offload", "models", "peers"}, path
 
 
-def test_every_file_has_its_room_in_the_documentation():
+def test_every_folder_has_its_room_in_the_documentation():
     rooms = (ROOT / "docs" / "architecture.md").read_text().split("## Rooms")[1].split("```")[1]
-    named = set(re.findall(r"\w+", rooms))
-    # The rooms say of these folders what a file is.
-    one_each = {*MODES, *(ROOT / "training" / "tasks").glob("*.py"), *(ROOT / "peers").glob("*.py")}
-    for path in set(SOURCES) - one_each:
-        assert path.stem in named or path.stem == "__init__" or path.stem.endswith("_figure"), path
+    described = [line.split()[0].rstrip("/") for line in rooms.strip().splitlines()]
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in SOURCES} | {"scripts", "tests"}
+    assert sorted(described) == sorted(folders)
 
 
 def test_nothing_calls_cuda_at_import():
