@@ -29,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from offload.memory.limits import usable_cores
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_choice import copied_to, sample, update_on
-from offload.optimizer.kernels import FusedUpdate, UpdateKernel
+from offload.optimizer.kernels import FusedUpdate, HyperParameters, Operands, UpdateKernel
 from offload.optimizer.kernels import torch_threads as threads_of_torch
 from offload.optimizer.native_kernel import NativeUpdate, native_library
-from offload.optimizer.operands import HyperParameters, Operands
 from offload.speculation.undo_log import ReversibleUpdate, UndoLog, can_be_undone, undo_library
 
 SETTINGS = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from training.errors import UserError
 from training.runs.checkpoint_files import BASE_FILE
-from training.runs.manifest import THREADS, DamagedError, read_json, sha256_of_file
-from training.runs.side_by_side import side_by_side
+from training.runs.manifest import DamagedError, read_json, sha256_of_file, side_by_side
 from training.weights.files import ModelWeights, weight_files
 
 
@@ -38,7 +37,7 @@ class BaseReference:
         path = weights.path()
         try:
             files = sorted(weight_files(path))
-            digests = side_by_side([partial(sha256_of_file, file) for file in files], THREADS)
+            digests = side_by_side([partial(sha256_of_file, file) for file in files])
         except (DamagedError, ValueError, FileNotFoundError) as error:
             raise UserError(f"model.weights={weights.given}: {error}") from error
         within = path if path.is_dir() else path.parent

@@ -12,8 +12,7 @@ from threading import Event
 from models.whole_folder import Fill, Write, bytes_of, renamed_when_whole, write_file
 from training.runs.checkpoint_files import MANIFEST_FILE
 from training.runs.files import partial_path
-from training.runs.manifest import THREADS, FileRecord, manifest_text
-from training.runs.side_by_side import side_by_side
+from training.runs.manifest import FileRecord, manifest_text, side_by_side
 
 
 def write_folder(folder: Path, files: Mapping[str, Fill]) -> int:
@@ -31,7 +30,7 @@ def write_folder(folder: Path, files: Mapping[str, Fill]) -> int:
     given_up = Event()
     with renamed_when_whole(partial, folder):
         writers = [functools.partial(_write_file, partial / name, fill, given_up) for name, fill in files.items()]
-        records = dict(zip(files, side_by_side(writers, THREADS, given_up), strict=True))
+        records = dict(zip(files, side_by_side(writers, given_up), strict=True))
         manifest = manifest_text(records).encode()
         _write_file(partial / MANIFEST_FILE, bytes_of(manifest), given_up)
     return sum(record.nbytes for record in records.values()) + len(manifest)

@@ -16,7 +16,7 @@ from training.batches import sha256_of
 from training.checkpoints.changes import refuse_changes, weights_key
 from training.checkpoints.state import RunState, digest_of_all, read_state, restore_random_states
 from training.checkpoints.tensors import load_tensors
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.errors import UserError
 from training.optim import set_step
 from training.runs.checkpoint_files import (
@@ -28,9 +28,8 @@ from training.runs.checkpoint_files import (
     free_aside,
     step_of,
 )
-from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE, SUMMARY_FILE
+from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE, SUMMARY_FILE, home_expanded
 from training.runs.manifest import DamagedError, FileRecord, read_config, read_manifest, verify
-from training.runs.paths import home_expanded
 from training.runs.records import read_summary
 
 logger = logging.getLogger(__name__)

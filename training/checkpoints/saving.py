@@ -32,7 +32,7 @@ from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
 from training.checkpoints.state import RunState, random_states
 from training.checkpoints.tensors import optimizer_tensors
-from training.config.schema import Precision
+from training.config.schema import Precision, due
 from training.errors import UserError
 from training.runs.checkpoint_files import (
     BASE_FILE,
@@ -47,7 +47,6 @@ from training.runs.checkpoint_files import (
 )
 from training.runs.files import CONFIG_FILE
 from training.runs.signals import WORTH_SAVING_S
-from training.step_intervals import due
 from training.weights.architecture import LLAMA_KEYS
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from training.comparison.rows import Row, build_rows
 from training.comparison.runs import find_runs
 from training.comparison.settings import in_common
 from training.comparison.table import print_tables, to_csv, to_markdown
-from training.runs.files import COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURE_FILES
-from training.runs.whole_file import write_whole
+from training.runs.files import COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURE_FILES, write_whole
 from training.visible_text import visible
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from training.checkpoints.changes import SAME_OPTIMIZER
 from training.comparison.runs import Run
-from training.config.auto import AUTO, SETTLED
+from training.config.declare import AUTO, SETTLED
 from training.visible_text import shortened
 
 Settings = dict[str, Any]

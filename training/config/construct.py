@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from offload import KnobError, Mode
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.errors import UserError
 
 

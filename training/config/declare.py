@@ -1,4 +1,9 @@
-"""Declares keys of the configuration: numbers with ranges, and dataclasses made from the arguments of a class."""
+"""Declares keys of the configuration: numbers with ranges, and dataclasses made from the arguments of a class.
+
+A key may be `auto`: then a run chooses its value.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import inspect
@@ -7,6 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from omegaconf import MISSING
+
+AUTO = "auto"
+# A run writes down what it took; one that was refused before that has auto there still.
+SETTLED = (
+    "precision",
+    "microbatches",
+    "offload.resident",
+    "offload.weights.resident",
+    "model.weights",
+    "dataset.tokenizer",
+)
 
 
 def number(at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:

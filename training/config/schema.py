@@ -333,6 +333,11 @@ def _with_adapter(adapter: str, whole: str, *, _root_: DictConfig) -> str:
     return adapter if has_adapter(_root_) else whole
 
 
+def due(every: int | None, step: int, steps: int) -> bool:
+    """Tells whether what happens `every` so many steps, and after the last, happens after `step` of `steps` steps."""
+    return every is not None and (step % every == 0 or step == steps)
+
+
 def quantises(config: DictConfig) -> bool:
     """Tells whether the run of `config` quantises weights."""
     return issubclass(OmegaConf.get_type(config, "quantize"), Quantize)

@@ -11,9 +11,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from offload import KnobError, parse_bytes
 from offload.knobs import in_range
-from training.config.auto import AUTO
 from training.config.construct import check_optimizer, make_mode
 from training.config.datasets import check_dataset
+from training.config.declare import AUTO
 from training.config.schema import SCHEMAS, Homes, Llama
 from training.config.unknown_keys import unknown_key
 from training.errors import UserError

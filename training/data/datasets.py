@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.data.corpus import read_stdlib
 from training.data.hub import HubText
 from training.data.local_files import find_files, read_files

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.data.corpus import is_text
 from training.data.hub_rows import HubStream
 from training.data.packing import blocks_of, concatenate, limit_tokens, token_dtype, tokenise

@@ -14,7 +14,7 @@ from training.data.packing import epoch_order
 from training.data.pictures import as_images, check_square, decoded, meta_images, square_of
 from training.errors import UserError
 from training.runs.bounded_files import UnreadableError, opened
-from training.runs.paths import home_expanded
+from training.runs.files import home_expanded
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # In the key of random numbers: which pictures are held out.

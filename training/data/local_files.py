@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from training.data.corpus import check_column, is_text
 from training.errors import UserError, first_line
-from training.runs.paths import home_expanded
+from training.runs.files import home_expanded
 
 ROWS_PER_READ = 1000
 PIECE_CHARACTERS = 1 << 22

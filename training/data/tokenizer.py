@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.data.byte_tokenizer import END_OF_BYTES, ByteTokenizer, library_bytes
 from training.data.hub_client import HubName
 from training.data.library_tokenizer import ADVICE, LibraryTokenizer, of_file, of_folder
 from training.data.tokenizer_folder import CONFIG_FILE, KEY, TOKENIZER_FILE, fetched_folder, files_in
 from training.errors import UserError
-from training.runs.paths import home_expanded
+from training.runs.files import home_expanded
 
 Tokenizer = ByteTokenizer | LibraryTokenizer
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from offload import Streams
 from training.batches import Batch, add_to_digest, split_by, uploaded
+from training.config.schema import due
 from training.errors import UserError
 from training.parallel.ranks import ALONE, Ranks
 from training.seeds import seed_of
-from training.step_intervals import due
 from training.tasks.task import Task
 
 # In the key of random numbers: those of an evaluation.

@@ -24,8 +24,7 @@ from training.errors import UserError
 from training.evaluation.held_out import evaluating
 from training.metrics.progress import phase
 from training.parallel.ranks import Ranks
-from training.runs.files import REFERENCE_FILE
-from training.runs.whole_file import write_whole
+from training.runs.files import REFERENCE_FILE, write_whole
 from training.settle.components import Components
 from training.tasks.dpo import REFERENCE, answer_log_probs
 

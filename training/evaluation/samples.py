@@ -10,8 +10,8 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from training.config.schema import due
 from training.evaluation.held_out import observed
-from training.step_intervals import due
 from training.tasks.sample import Sample
 from training.tasks.task import Sampler, Task
 

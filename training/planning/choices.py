@@ -14,8 +14,8 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 
 from offload.planning import DryRun, NotFinalError, forecast
-from training.config.auto import AUTO
 from training.config.construct import make_mode
+from training.config.declare import AUTO
 from training.config.modes import weights_node
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate

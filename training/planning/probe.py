@@ -22,8 +22,8 @@ from offload.planning import MemoryTracker, StateFormat, fused_kernels, measure_
 from training.errors import UserError
 from training.profiling.hardware import describe_device
 from training.runs.bounded_files import UnreadableError, read_json
+from training.runs.files import write_whole
 from training.runs.records import LARGEST, is_number
-from training.runs.whole_file import write_whole
 from training.settle.components import acquired
 
 # Updates share the host's memory with the copies of a step, which costs a tenth of their speed.

@@ -13,8 +13,7 @@ from offload.planning import Forecast, Work
 from training.metric_names import PLANNED
 from training.planning.machine import Machine
 from training.profiling.hardware import provenance
-from training.runs.files import PLAN_FILE
-from training.runs.whole_file import write_whole
+from training.runs.files import PLAN_FILE, write_whole
 
 
 @dataclass(frozen=True)

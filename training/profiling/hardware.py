@@ -18,8 +18,7 @@ import torch
 from offload import GIB, Streams, usable_cores
 from offload.planning import Bandwidth, measure_bandwidth, usable_host_bytes
 from training.errors import UserError
-from training.runs.files import HARDWARE_FILE
-from training.runs.whole_file import write_whole
+from training.runs.files import HARDWARE_FILE, write_whole
 
 SOURCE = Path(__file__).resolve().parents[2]
 _bandwidths: dict[torch.device, Bandwidth] = {}

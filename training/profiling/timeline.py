@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.runs.whole_file import write_whole
+from training.runs.files import write_whole
 
 STALL = "stall"
 # The lanes from top to bottom, with their colours: Wong's palette (2011), which colour-blind readers can tell apart.

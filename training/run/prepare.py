@@ -12,7 +12,7 @@ from training.checkpoints.base import BaseReference
 from training.checkpoints.best import check_best
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.checkpoints.state import RunState
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.config.modes import weights_node
 from training.config.validation import check_steps
 from training.data.building import build_dataset, facts_of

@@ -19,8 +19,7 @@ from training.checkpoints.base import BaseReference
 from training.checkpoints.resuming import Checkpoint
 from training.errors import UserError
 from training.metrics.progress import phase
-from training.runs.files import REFERENCE_ORIGIN
-from training.runs.whole_file import write_whole
+from training.runs.files import REFERENCE_ORIGIN, write_whole
 from training.settle.components import Components, attached
 from training.weights.files import ModelWeights
 from training.weights.filling import fill_buffers, fill_parameters

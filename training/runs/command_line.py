@@ -15,8 +15,7 @@ from hydra.errors import HydraException
 
 from training.config.modes import is_group
 from training.errors import UserError
-from training.runs.files import CHOICES_FILE, CONFIG_FILE
-from training.runs.paths import home_expanded
+from training.runs.files import CHOICES_FILE, CONFIG_FILE, home_expanded
 from training.runs.repeat import repeated
 
 # The directory of a run or a sweep in a home directory, whose `~` Hydra takes in quotes alone.

@@ -23,11 +23,10 @@ from training.runs.files import (
     LOCK_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
-    refuse_strange_files,
+    write_whole,
 )
 from training.runs.invocation import Invocation
 from training.runs.records import read_summary
-from training.runs.whole_file import write_whole
 
 # The folder of train.py.
 PROGRAM = Path(__file__).resolve().parents[2]
@@ -133,7 +132,6 @@ def locked(run_dir: Path) -> Iterator[None]:
     The lock file stays: if it were removed, two waiting processes could each lock a different file of that name.
     Raises UserError where that fails, and for a directory in which a run may not write.
     """
-    refuse_strange_files(run_dir)
     refuse_folders_of_others(run_dir)
     path = run_dir / LOCK_FILE
     # O_NOFOLLOW: a link made since the check would let the run truncate another file.

@@ -3,6 +3,7 @@
 `training.runs.checkpoint_files` names the files inside a checkpoint's folder.
 """
 
+import os
 from pathlib import Path
 
 from training.errors import UserError
@@ -46,31 +47,33 @@ FIGURE_FILES = (MEMORY_FIGURE_FILE, TIME_FIGURE_FILE, LOSS_FIGURE_FILE)
 # The workspace that scripts/dashboard.py writes.
 WORKSPACE_FILE = "wandb_workspace.json"
 
-RUN_FILES = (
-    LOCK_FILE,
-    CONFIG_FILE,
-    CHOICES_FILE,
-    LOG_FILE,
-    PLAN_FILE,
-    PLAN_PICTURE,
-    HARDWARE_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    REFERENCE_FILE,
-    REFERENCE_ORIGIN,
-    SUMMARY_FILE,
-    SUMMARY_FILE + PARTIAL_SUFFIX,
-)
 
+def home_expanded(key: str, path: str | Path) -> Path:
+    """Replaces a leading `~` or `~user` of `path`, which the shell leaves alone in `KEY=~/file`.
 
-def refuse_strange_files(run_dir: Path) -> None:
-    """Raises UserError if something other than a file has the name of a file that a run writes.
-
-    A run would overwrite what a link leads to, and wait without end until another program reads from a pipe.
+    Raises UserError naming `key` if that user or home directory does not exist.
     """
-    made = (path for folder in (TRACE_FOLDER, SAMPLES_FOLDER) for path in sorted((run_dir / folder).glob("*step-*")))
-    for path in (*(run_dir / name for name in RUN_FILES), *made):
-        if path.is_symlink():
-            raise UserError(f"{path} is a link to another file, which the run would overwrite: remove the link")
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path} is not a file, and the run writes a file of that name: remove it")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{key}={path}: there is no home directory of that name: give the path in full") from None
+
+
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Writes `content` to a temporary file and renames that to `path`: readers see the old content or the new one.
+
+    `durable`: the content is on the disk before it takes the place of the old one, so that a power failure leaves one
+    of the two as well. Raises OSError; then `path` is as it was, and the temporary file is gone.
+    """
+    partial = partial_path(path)
+    # A leftover may be a pipe or a link, to which the content must not go.
+    partial.unlink(missing_ok=True)
+    try:
+        with open(partial, "xb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -4,23 +4,26 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
 
 from training.runs import bounded_files
 from training.runs.bounded_files import MissingError, UnreadableError
 from training.runs.checkpoint_files import MANIFEST_FILE
 from training.runs.files import CONFIG_FILE
-from training.runs.side_by_side import side_by_side
 
 FORMAT = 2
 # Hashing releases Python's lock, so files are hashed in parallel; disks do not gain from more threads.
 THREADS = 4
 PIECE_BYTES = 2**24
+
+T = TypeVar("T")
 
 
 class DamagedError(Exception):
@@ -69,10 +72,25 @@ def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
             nbytes = os.fstat(file.fileno()).st_size
         if nbytes != record.nbytes:
             raise DamagedError(f"{path} has {nbytes} bytes where {record.nbytes} were written")
-    digests = side_by_side([partial(sha256_of_file, folder / name) for name in files], THREADS)
+    digests = side_by_side([partial(sha256_of_file, folder / name) for name in files])
     for (name, record), digest in zip(files.items(), digests, strict=True):
         if digest != record.sha256:
             raise DamagedError(f"{folder / name} is not what was written: its SHA-256 differs")
+
+
+def side_by_side(functions: Sequence[Callable[[], T]], given_up: Event | None = None) -> list[T]:
+    """Calls the functions in THREADS threads, and returns their results in order.
+
+    The first error, or an interrupt, sets `given_up`, which running functions may look at, and is raised when they have
+    returned; those that have not begun are left out.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            return list(pool.map(lambda function: function(), functions))
+        except BaseException:
+            if given_up is not None:
+                given_up.set()
+            raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,16 +18,8 @@ from typing import Any
 
 from training.errors import UserError
 from training.metric_names import COUNTS, METRIC_KEYS, PLANNED, SUMMARY_KEYS
-from training.runs.bounded_files import (
-    LONGEST_LINE,
-    MissingError,
-    UnreadableError,
-    json_object,
-    read_bytes,
-    read_lines,
-)
-from training.runs.files import METRICS_FILE, SUMMARY_FILE
-from training.runs.whole_file import write_whole
+from training.runs.bounded_files import MissingError, UnreadableError, json_object, read_bytes, read_lines
+from training.runs.files import METRICS_FILE, SUMMARY_FILE, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +79,7 @@ def stream_metrics(run_dir: Path, name: str = METRICS_FILE) -> Iterator[dict[str
     path = run_dir / name
     try:
         for number, line in enumerate(read_lines(path), start=1):
-            if _is_unfinished(line):
+            if not line.endswith(b"\n"):
                 return
             try:
                 yield _checked(json_object(line))
@@ -174,7 +166,7 @@ def _drop_after(path: Path, step: int) -> None:
             record = _record_of(line)
             keep = record is not None and record["train/step"] <= step
             if cut is None and not keep:
-                cut, damaged = end, number if record is None and not _is_unfinished(line) else None
+                cut, damaged = end, number if record is None and line.endswith(b"\n") else None
             elif damaged is not None and keep:
                 raise UserError(f"{path}: line {damaged} is not a record; the file is damaged")
             end += len(line)
@@ -184,11 +176,6 @@ def _drop_after(path: Path, step: int) -> None:
         logger.warning("%s: line %d is not a record: it is cut off with the lines after it", path, damaged)
     if cut is not None:
         os.truncate(path, cut)
-
-
-def _is_unfinished(line: bytes) -> bool:
-    # A longer line comes in pieces, of which only the last one has an end.
-    return not line.endswith(b"\n") and len(line) < LONGEST_LINE
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:

@@ -25,8 +25,7 @@ from training.config.schema import SCHEMAS
 from training.errors import UserError, first_line
 from training.runs.bounded_files import MissingError, UnreadableError, parse_yaml, read_bytes, read_yaml
 from training.runs.compose_errors import explain_refusal
-from training.runs.files import CHOICES_FILE, CONFIG_FILE
-from training.runs.paths import home_expanded
+from training.runs.files import CHOICES_FILE, CONFIG_FILE, home_expanded
 from training.visible_text import shortened, visible
 
 KEY = "repeat"

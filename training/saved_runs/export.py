@@ -36,8 +36,8 @@ from training.config.adapter import has_adapter
 from training.config.schema import Precision, chosen_format, quantises
 from training.errors import UserError
 from training.runs.checkpoint_files import HUGGING_FACE_FILE, WEIGHTS_STEM
+from training.runs.files import home_expanded
 from training.runs.invocation import Invocation
-from training.runs.paths import home_expanded
 from training.saved_runs.companions import companions
 from training.saved_runs.finding import (
     configuration,

@@ -15,15 +15,14 @@ from training.checkpoints.base import BaseReference
 from training.checkpoints.state import read_state
 from training.config import schema
 from training.config.adapter import has_adapter
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.config.modes import FOLDER
 from training.config.validation import check
 from training.errors import UserError
 from training.runs.checkpoint_files import MANIFEST_FILE, MODEL_FILES, checkpoints_in, followed, step_of
-from training.runs.files import CHECKPOINTS_FOLDER
+from training.runs.files import CHECKPOINTS_FOLDER, home_expanded
 from training.runs.invocation import Invocation
 from training.runs.manifest import DamagedError, read_config, read_manifest, verify
-from training.runs.paths import home_expanded
 from training.runs.repeat import overrides_of
 from training.sweeps import launcher
 from training.weights.files import ModelWeights

@@ -19,8 +19,8 @@ from offload import Counters, Footprint, HostAdamW, Mode, Streams, acquire, find
 from offload.planning import StateFormat, can_be_undone
 from offload.sharing import NO_SHARERS, Sharers
 from training.config.adapter import NoAdapter, has_adapter
-from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode
+from training.config.declare import AUTO
 from training.config.modes import weights_node
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from offload import Footprint, Mode
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.config.schema import OnNonfinite
 from training.errors import UserError
 from training.parallel.ranks import shares_homes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from offload import Mode
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.errors import UserError
 
 # The keys that ask for an ability, each with the value that does without.

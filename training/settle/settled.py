@@ -14,8 +14,8 @@ import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from training.config.auto import AUTO
 from training.config.construct import construct
+from training.config.declare import AUTO
 from training.config.modes import CONF
 from training.config.schema import Precision
 from training.runs.invocation import Invocation

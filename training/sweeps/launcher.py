@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from training.checkpoints.changes import MAY_CHANGE, changed_values
-from training.config.auto import AUTO, SETTLED
+from training.config.declare import AUTO, SETTLED
 from training.errors import UserError, first_line
 from training.parallel.world import refuse_sweep
 from training.runs.directory import holds_results, refuse_program_folder

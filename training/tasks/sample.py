@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.runs.files import SAMPLES_FOLDER
-from training.runs.whole_file import write_whole
+from training.runs.files import SAMPLES_FOLDER, write_whole
 
 # Lines between the images of a grid: their pixels, and their level.
 BORDER = 1

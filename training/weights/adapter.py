@@ -17,7 +17,7 @@ from training.config.adapter import has_adapter
 from training.errors import UserError
 from training.metrics.progress import phase
 from training.runs.checkpoint_files import refuse_run
-from training.runs.paths import home_expanded
+from training.runs.files import home_expanded
 
 KEY = "adapter.weights"
 

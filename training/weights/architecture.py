@@ -17,8 +17,8 @@ from torch import nn
 from models.llama import Llama
 from training.errors import UserError, first_line
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
+from training.runs.files import home_expanded
 from training.runs.manifest import DamagedError, read_config
-from training.runs.paths import home_expanded
 from training.weights.files import CONFIG_FILE, KEY, part_in
 from training.weights.origin import folder_of, values_in
 from training.weights.source import local_source

@@ -14,7 +14,7 @@ from models.weights import checkpoint_files
 from training.data.hub_client import HubName, ask_hub
 from training.errors import UserError, first_line
 from training.runs.checkpoint_files import MANIFEST_FILE, STATE_FILE, WEIGHTS_STEM, refuse_run
-from training.runs.paths import home_expanded
+from training.runs.files import home_expanded
 
 KEY = "model.weights"
 # No other file of a repository is used, above all none that is unpickled.

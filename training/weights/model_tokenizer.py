@@ -11,15 +11,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from training.config.auto import AUTO
+from training.config.declare import AUTO
 from training.data.byte_tokenizer import library_bytes
 from training.data.hub_client import HubName
 from training.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from training.data.tokenizer_folder import TOKENIZER_FILE, cached_folder, has_tokenizer
 from training.errors import UserError
-from training.runs.files import CONFIG_FILE
+from training.runs.files import CONFIG_FILE, home_expanded
 from training.runs.manifest import DamagedError, read_config
-from training.runs.paths import home_expanded
 from training.weights.files import ModelWeights
 
 KEY = "dataset.tokenizer"

@@ -13,8 +13,8 @@ from training.data.hub_client import HubName
 from training.data.tokenizer import Tokenizer
 from training.errors import UserError
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
+from training.runs.files import home_expanded
 from training.runs.manifest import DamagedError, read_config
-from training.runs.paths import home_expanded
 from training.weights.files import CONFIG_FILE, GENERATION_FILE, cached_snapshot
 from training.weights.model_tokenizer import SOURCE, WEIGHTS, brought_tokenizer
 

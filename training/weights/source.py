@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from training.data.hub_client import HubName, ask_hub
 from training.errors import UserError, first_line
 from training.metrics.progress import phase
-from training.runs.paths import home_expanded
+from training.runs.files import home_expanded
 from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, weight_files_in
 
 KEY = "model.source"

@@ -17,7 +17,7 @@ from tests.training.helpers.in_process import composed as composed_run
 from tests.training.helpers.in_process import conf_initialised
 from training.config import schema
 from training.config.modes import options_of
-from training.config.schema import QUANTIZE, chosen_format, quantises
+from training.config.schema import QUANTIZE, chosen_format, due, quantises
 from training.config.validation import check
 from training.errors import UserError
 from training.runs.compose_errors import explain_refusal
@@ -278,3 +278,8 @@ def test_every_format_is_an_option():
 def test_a_value_reaches_the_format():
     config, _ = composed_run("quantize=int4", "quantize.group=32")
     assert chosen_format(config) == ("int4", {"group": 32})
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, []), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (9, [0, 5])])
+def test_every_so_many_steps_and_after_the_last(every: int | None, steps: list[int]):
+    assert [step for step in range(6) if due(every, step, 5)] == steps

@@ -1,4 +1,4 @@
-"""The names of files: written in one place, and refused if they are links."""
+"""The names of files, written in one place; files that are written whole; paths in a home directory."""
 
 from __future__ import annotations
 
@@ -9,49 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.training.helpers.in_process import train_tiny
 from tests.training.helpers.time_limit import time_limit
 from training.errors import UserError
 from training.runs import files
-from training.runs.directory import locked
-from training.runs.files import RUN_FILES
-
-
-@pytest.mark.parametrize("name", RUN_FILES)
-def test_a_link_is_refused(tmp_path: Path, name: str):
-    (tmp_path / name).symlink_to("nowhere")
-    with pytest.raises(UserError, match=f"{name} is a link to another file"), locked(tmp_path):
-        pass
-
-
-@pytest.mark.parametrize("name", [*RUN_FILES, "trace/step-3.png", "trace/partial-step-3.json.gz"])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
-def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str, make):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    make(tmp_path / name)
-    with time_limit(20), pytest.raises(UserError, match=f"{name} is not a file, and the run writes"), locked(tmp_path):
-        pass
-
-
-@pytest.mark.parametrize("name", [".lock", "train.log", "metrics.jsonl", "summary.json.partial"])
-@pytest.mark.slow
-def test_a_pipe_in_the_directory_of_a_run_is_one_line(tmp_path: Path, name: str):
-    os.mkfifo(tmp_path / name)
-    with time_limit(60):
-        assert train_tiny(tmp_path, status=1).startswith(f"error: {tmp_path / name} is not a file, and the run writes")
-    assert os.listdir(tmp_path) == [name]
-
-
-def test_what_a_link_leads_to_is_left_alone(tmp_path: Path):
-    target, folder = tmp_path / "mine.txt", tmp_path / "run"
-    target.write_text("mine")
-    folder.mkdir()
-    (folder / "train.log").symlink_to(target)
-    assert train_tiny(folder, "steps=-1", status=1).startswith(
-        f"error: {folder / 'train.log'} is a link to another file"
-    )
-    assert target.read_text() == "mine"
-    assert os.listdir(folder) == ["train.log"]
+from training.runs.files import home_expanded, write_whole
 
 
 def test_names_are_written_in_one_file():
@@ -70,3 +31,39 @@ def test_names_are_written_in_one_file():
 def test_a_partial_file_stands_beside_its_own():
     assert files.partial_path(Path("run/summary.json")) == Path("run/summary.json.partial")
     assert files.partial_path(Path("run/step-00000003")) == Path("run/step-00000003.partial")
+
+
+def test_a_home_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert home_expanded("resume", "~/runs/a") == Path("/somewhere/runs/a")
+    assert home_expanded("resume", "runs/~a") == Path("runs/~a")
+    with pytest.raises(UserError, match=r"^resume=~nosuchuser/x: there is no home directory of that name: give "):
+        home_expanded("resume", "~nosuchuser/x")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path, durable: bool):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "folder").mkdir()
+    write_whole(tmp_path / "file", b"new", durable=durable)
+    assert (tmp_path / "file").read_text() == "new"
+    with pytest.raises(OSError, match="folder"):
+        write_whole(tmp_path / "folder", b"new", durable=durable)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path):
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(TypeError):
+        write_whole(tmp_path / "file", "text, not bytes")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+@pytest.mark.parametrize("leftover", [os.mkfifo, lambda path: path.symlink_to("victim")], ids=["pipe", "link"])
+def test_what_is_left_of_an_earlier_write_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leftover):
+    monkeypatch.chdir(tmp_path)
+    Path("victim").write_text("mine")
+    leftover(Path("file.partial"))
+    with time_limit(20):
+        write_whole(Path("file"), b"new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"victim": "mine", "file": "new"}

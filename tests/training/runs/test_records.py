@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from training.errors import UserError
-from training.runs.bounded_files import LONGEST_LINE
 from training.runs.records import MetricsWriter, read_metrics, read_summary, write_summary
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -57,7 +56,7 @@ def test_a_damaged_line_is_named(tmp_path, damage):
         read_metrics(tmp_path)
 
 
-BROKEN = ["\0\0\0\0", "{", "[1]", '{"train/step": "4"}', '{"nonfinite": 3}', "1" * 5000, "[" * 10**5, "\r", "\udc80"]
+BROKEN = ["\0\0\0\0", "{", "[1]", '{"train/step": "4"}', '{"nonfinite": 3}', "\udc80"]
 
 
 def lines_of(*steps_or_lines: int | str) -> bytes:
@@ -109,18 +108,6 @@ def test_a_full_disk_is_one_clear_line(tmp_path):
     assert str(tmp_path) in str(error.value)
     assert "full" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_line_longer_than_any_record_is_damage(tmp_path):
-    long = '{"note": "' + "x" * LONGEST_LINE + '"}'
-    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, long, 2))
-    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a record"):
-        read_metrics(tmp_path)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a record; the file is damaged"):
-        MetricsWriter(tmp_path, after_step=3)
-    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, long, 6))
-    MetricsWriter(tmp_path, after_step=3)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == lines_of(1)
 
 
 def test_a_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):

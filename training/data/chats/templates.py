@@ -17,7 +17,7 @@ from training.data.byte_tokenizer import ByteTokenizer
 from training.data.chats.conversations import Conversation
 from training.data.tokenizer import Tokenizer
 from training.errors import UserError, first_line
-from training.runs.paths import home_expanded
+from training.runs.files import home_expanded
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
