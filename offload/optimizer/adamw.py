@@ -11,7 +11,7 @@ from torch import Tensor
 from offload.errors import KnobError
 from offload.knobs import bytes_or, one_of
 from offload.memory.limits import usable_cores
-from offload.optimizer.claims import Claim, State
+from offload.optimizer.claims import Claim, State, in_two, update_together
 from offload.optimizer.formats import StateFormat, state_bytes
 from offload.optimizer.kernel_choice import update_on
 from offload.optimizer.kernels import UpdateKernel, torch_threads
@@ -25,7 +25,6 @@ from offload.optimizer.param_groups import (
 from offload.optimizer.rounding import noise_seed
 from offload.optimizer.state_dicts import copy_state, loads_states, states_as_torchs, states_to_load
 from offload.optimizer.states import States
-from offload.optimizer.together import in_two, update_together
 
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024
@@ -77,7 +76,7 @@ class HostAdamW(torch.optim.AdamW):
         master: how the master of a bf16 parameter is held. "compact": as the 16 bits that the weight lacks of it.
             "stochastic": not at all; weights are rounded up or down at random, right on average.
         state_dtype: of the moments. "fp32", "bf16" for half the size, or "int8" for blocks of 256 numbers in 8 bits
-            (`offload.optimizer.block_quantise`). They are computed in float32 and then rounded.
+            (`offload.optimizer.rounding`). They are computed in float32 and then rounded.
         device_share: bytes of states ("10GiB") that a mode which overlaps the updates places on the device, or "auto"
             for as many as fit there. Without such a mode it has no effect.
         gradients: of weights that stream. "keep" leaves them in `.grad`, in host memory; "release" hands each to its

@@ -1,19 +1,33 @@
-"""One parameter's update of one step: claimed when its gradient is there, applied to its state then or later."""
+"""One parameter's update of one step: claimed when its gradient is there, applied to its state then or later.
+
+A device is sent each kernel by the host, which takes longer than the update of a small parameter: one by one, the
+hundreds of matrices of adapters would take much of a short step. So small parameters of a device are updated together,
+in flat copies of their operands, by a kernel that takes blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from offload.optimizer.formats import MASTER_NAMES, MOMENTS, SCALE, StateFormat
-from offload.optimizer.kernels import UpdateKernel
-from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.kernel_choice import CheckedUpdate
+from offload.optimizer.kernels import BlockwiseUpdate, HyperParameters, Operands, UpdateKernel
+from offload.torch_private.torch_internals import copy_each, views_of_flat
 
 # A state's copy of its weight.
 WEIGHT = "weight"
+# The types of devices that are sent kernels.
+LAUNCHING = ("cuda",)
+# The most elements that are updated together, with up to 25 bytes of scratch each. Updates of larger parameters take
+# longer than their calls, and would only be slowed down by copies.
+TILE = 1 << 22
+FLOATS = (torch.float32, torch.bfloat16)
 
 State = dict[str, Tensor]
 
@@ -80,3 +94,123 @@ def operands_of(claim: Claim, state: State, weight: Tensor, gradient: Tensor, st
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1)
+
+
+# Small parameters of a device.
+
+
+def in_two(claims: Iterable[Claim], is_placed: Callable[[Tensor], bool]) -> tuple[list[Claim], list[Claim]]:
+    """Returns the claims of an optimizer to be updated one by one, and those that `update_together` takes.
+
+    The second are of small contiguous parameters of a device, without noise and 8-bit scales, whose states are
+    beside them: `is_placed` tells which are not.
+    """
+    claims, alone, together = list(claims), [], []
+    for claim in claims:
+        parameter, gradient = claim.parameter, claim.gradient
+        fits = (
+            parameter.device.type in LAUNCHING
+            and _share_calls(claim.format, parameter.dtype, gradient.dtype)
+            and 0 < parameter.numel() <= TILE
+            and parameter.is_contiguous()
+            and gradient.is_contiguous()
+        )
+        (together if fits and not is_placed(parameter) else alone).append(claim)
+    # The second of two that share memory is updated from what the first has become.
+    if together and _share_memory([claim.parameter for claim in claims]):
+        return claims, []
+    return alone, together
+
+
+def _share_calls(format: StateFormat, weight: torch.dtype, gradient: torch.dtype) -> bool:
+    has_noise = weight == torch.bfloat16 and format.master_dtype(weight) is None
+    return not has_noise and format.moment_dtype != torch.uint8 and weight in FLOATS and gradient in FLOATS
+
+
+def _share_memory(parameters: list[Tensor]) -> bool:
+    spans = sorted([(parameter.data_ptr(), parameter.nbytes) for parameter in parameters])
+    return any(start + size > following for (start, size), (following, _) in pairwise(spans))
+
+
+def update_together(
+    claims: Iterable[Claim],
+    begin: Callable[[list[Tensor]], list[State]],
+    kernel_on: Callable[[torch.device], UpdateKernel],
+    scale: float,
+) -> None:
+    """Makes these updates of `in_two` with the numbers of `update_in_place`; gradients count `scale` times.
+
+    `begin` counts the updates of parameters of one device and returns their states; `kernel_on` gives its kernel.
+    Parameters share a launch if they are alike in device, dtypes and hyper-parameters, and at most a tile together. A
+    kernel that takes no blocks updates them one by one.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, torch.dtype, HyperParameters], list[Claim]] = {}
+    for claim in claims:
+        parameter = claim.parameter
+        kind = parameter.device, parameter.dtype, claim.gradient.dtype, claim.hyperparameters
+        groups.setdefault(kind, []).append(claim)
+    for (device, _, _, _), group in groups.items():
+        kernel = kernel_on(device)
+        start = elements = 0
+        for index, claim in enumerate(group):
+            elements += claim.parameter.numel()
+            if elements > TILE:
+                _update(group[start:index], begin, kernel, scale)
+                start, elements = index, claim.parameter.numel()
+        _update(group[start:], begin, kernel, scale)
+
+
+def _update(
+    batch: Sequence[Claim], begin: Callable[[list[Tensor]], list[State]], kernel: UpdateKernel, scale: float
+) -> None:
+    states, first = begin([claim.parameter for claim in batch]), batch[0]
+    one = operands_of(first, states[0], first.parameter.detach(), first.gradient)
+    blockwise = kernel.blockwise(one, first.hyperparameters) if isinstance(kernel, CheckedUpdate) else None
+    if blockwise is not None:
+        _update_blocks(batch, states, blockwise, scale)
+        return
+    for claim, state in zip(batch, states, strict=True):
+        update_in_place(claim, state, kernel, scale, [range(claim.parameter.numel())])
+
+
+def _update_blocks(batch: Sequence[Claim], states: Sequence[State], kernel: BlockwiseUpdate, scale: float) -> None:
+    """Updates flat copies of the operands, in their own formats, in which every parameter begins with a block."""
+    first, weights = batch[0], [claim.parameter for claim in batch]
+    master = first.format.master_dtype(weights[0].dtype)
+    operands = {"weight": weights} | {name: [state[name] for state in states] for name in MOMENTS}
+    if master is not None:
+        operands["master"] = [state[MASTER_NAMES[master]] for state in states]
+    blocks = [-(-weight.numel() // kernel.block) for weight in weights]
+    places = []
+    for weight, count in zip(weights, blocks, strict=True):
+        places += [weight, _gap(count * kernel.block - weight.numel())]
+
+    def gathered(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Returns a flat copy, the parts of it, and the tensors that these are copies of, both as bits."""
+        dtype = tensors[0].dtype
+        # A copy of bfloat16 by torch's kernel for many tensors would change the bits of a NaN.
+        bits = [tensor.view(torch.int16) for tensor in tensors] if dtype == torch.bfloat16 else tensors
+        flat = torch.empty(sum(blocks) * kernel.block, dtype=bits[0].dtype, device=bits[0].device)
+        copies = views_of_flat(flat, places)[::2]
+        copy_each(copies, bits)
+        return flat.view(dtype), copies, bits
+
+    written = {name: gathered(tensors) for name, tensors in operands.items()}
+    gradient, _, _ = gathered([claim.gradient for claim in batch])
+    steps = torch.stack([state["step"] for state in states])[_parameter_of_block(tuple(blocks), gradient.device)]
+    flats = {name: flat for name, (flat, _, _) in written.items()}
+    kernel(Operands(gradient=gradient, **flats), steps, first.hyperparameters, scale)
+    for _, copies, bits in written.values():
+        copy_each(bits, copies)
+
+
+@functools.cache
+def _gap(elements: int) -> Tensor:
+    """Stands for so many elements between two parameters."""
+    return torch.empty(elements, device="meta")
+
+
+@functools.lru_cache(maxsize=256)
+def _parameter_of_block(blocks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns the number of the parameter of each block on `device`, where parameter n has `blocks[n]` of them."""
+    return torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks)).to(device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.knobs import one_of
-from offload.optimizer.block_quantise import BLOCK, scales_for
+from offload.optimizer.rounding import BLOCK, scales_for
 
 # The tensor beside a bfloat16 weight that makes its master, by `master`.
 MASTER_DTYPES = {"compact": torch.int16, "stochastic": None}

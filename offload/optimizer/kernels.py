@@ -1,4 +1,4 @@
-"""The AdamW update of a range of one parameter (Loshchilov and Hutter 2019) by torch's kernel, on any device.
+"""The AdamW update of a range of one parameter (Loshchilov and Hutter 2019): its operands, and torch's kernel for it.
 
 `FusedUpdate` is the reference: torch's own kernel on tiles, whose masters and moments are brought to float32 before and
 rounded to their formats after it. `kernel_choice` takes faster ones: the C loop of `native_kernel`, and on a GPU that
@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from offload.optimizer.block_quantise import dequantise, quantise
-from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.rounding import join, noise_key, noise_of, round_stochastically, round_weights, split
+from offload.optimizer.rounding import (
+    BLOCK,
+    dequantise,
+    join,
+    noise_key,
+    noise_of,
+    quantise,
+    round_stochastically,
+    round_weights,
+    split,
+)
 from offload.torch_private import torch_internals
 
 # Elements updated at a time. On the host, converted values then stay in the cache, which is three times as fast as a
@@ -25,8 +35,69 @@ HOST_TILE = 1 << 21
 DEVICE_TILE = 1 << 24
 # float32 elements of the longest vectors of a processor that torch uses.
 VECTOR = 16
-# The place of the gradients among the tensors of `fused_adamw_`.
-GRADIENTS = 1
+# Tensors with a number for each element, and those with one for each block of 256.
+EACH = ("weight", "gradient", "exp_avg", "exp_avg_sq", "master")
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+
+class HyperParameters(NamedTuple):
+    """The hyper-parameters of one update."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors that an update reads and writes: 1-D, contiguous, on one device.
+
+    All have the length of the range that is updated, but for the scales. A range is any part of a parameter; in 8 bits
+    it begins at a multiple of 256.
+
+    Args:
+        weight, gradient: of any floating dtype.
+        exp_avg, exp_avg_sq: float32 or bfloat16, or uint8 codes of `quantise`: computed in float32.
+        master: what makes the master of the weight: the master itself (float32), or the 16 bits that a bfloat16 weight
+            lacks of it (int16, see `rounding.split`). None: the weight is its own; a bfloat16 weight is then rounded
+            stochastically.
+        exp_avg_scale, exp_avg_sq_scale: float32, the scales of the codes.
+        start: the place of the first element in its parameter.
+        seed: of the parameter's noise (`rounding.noise_seed`).
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor | None = None
+    exp_avg_scale: Tensor | None = None
+    exp_avg_sq_scale: Tensor | None = None
+    start: int = 0
+    seed: int = 0
+
+    @property
+    def takes_noise(self) -> bool:
+        """True if the weight is rounded stochastically."""
+        return self.master is None and self.weight.dtype == torch.bfloat16
+
+    def split(self, size: int) -> Iterator[Operands]:
+        """Yields pieces of `size` elements, from first to last; with scales, of at least one block."""
+        count = self.weight.numel()
+        if self.exp_avg_scale is not None:
+            size = max(size - size % BLOCK, BLOCK)
+        for begin in range(0, count, size):
+            yield self.part(range(begin, min(begin + size, count)))
+
+    def part(self, elements: range) -> Operands:
+        """Returns these elements of each tensor; with scales, a range that begins with a block of 256."""
+        piece = slice(elements.start, elements.stop)
+        blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+        cuts = dict.fromkeys(EACH, piece) | dict.fromkeys(SCALES, blocks)
+        parts = {name: tensor[cut] for name, cut in cuts.items() if (tensor := getattr(self, name)) is not None}
+        return replace(self, **parts, start=self.start + piece.start)
 
 
 class UpdateKernel(Protocol):
@@ -56,50 +127,32 @@ class BlockwiseUpdate(UpdateKernel, Protocol):
 
 
 def fused_adamw_(
-    masters: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
     hyperparameters: HyperParameters,
 ) -> None:
-    """Updates float32 masters and moments as the kernel under torch.optim.AdamW(fused=True).
+    """Updates a float32 master and its moments, flat, as the kernel under torch.optim.AdamW(fused=True).
 
-    The tensors of one parameter are dense and lie alike in memory. On the host torch rounds what is left behind the
-    last whole vector of a tensor in another way: neither as the C loop does, nor as in a longer range. So it gets whole
-    vectors alone: padded to one, the rest is rounded like the others, whatever the length.
+    Its wrappers would count a step for each call. On the host torch rounds what is left behind the last whole vector in
+    another way: neither as the C loop does, nor as in a longer range. So it gets whole vectors alone: padded to one,
+    the rest is rounded like the others, whatever the length.
     """
-    values = masters, gradients, exp_avgs, exp_avg_sqs
-    tails: list[_Tails] = []
-    if masters[0].device.type == "cpu" and any(master.numel() % VECTOR for master in masters):
-        flat = [[tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors] for tensors in values]
-        tails = [_Tails(tensors) for tensors in flat]
-        heads = [
-            [each[: len(each) - len(each) % VECTOR] for each in tensors if len(each) >= VECTOR] for tensors in flat
-        ]
-        of_heads = [step for step, each in zip(steps, flat[0], strict=True) if len(each) >= VECTOR]
-        steps = of_heads + [step for step, each in zip(steps, flat[0], strict=True) if len(each) % VECTOR]
-        values = [[*whole, *tail.padded] for whole, tail in zip(heads, tails, strict=True)]
+    values = [[each] for each in (master, gradient, exp_avg, exp_avg_sq)]
+    left = master.numel() % VECTOR if master.device.type == "cpu" else 0
+    if left:
+        tails = [each[-left:] for (each,) in values]
+        padded = [F.pad(tail, (0, VECTOR - left)) for tail in tails]
+        wholes = [[each[:-left]] if len(each) > left else [] for (each,) in values]
+        values = [[*whole, tail] for whole, tail in zip(wholes, padded, strict=True)]
     settings = hyperparameters._asdict() | {"amsgrad": False, "maximize": False}
-    torch_internals.fused_adamw_(*values, [], steps, **settings)
-    for number, tail in enumerate(tails):
+    torch_internals.fused_adamw_(*values, [], [step] * len(values[0]), **settings)
+    if left:
         # A gradient is only read: a write would raise its version, as if somebody had changed it.
-        if number != GRADIENTS:
-            tail.write()
-
-
-class _Tails:
-    """The rest behind the last whole vectors of 1-D tensors: `padded` has a copy of each in a vector of its own."""
-
-    def __init__(self, tensors: list[Tensor]):
-        self._places = [tensor[len(tensor) - len(tensor) % VECTOR :] for tensor in tensors if len(tensor) % VECTOR]
-        self.padded = list(torch.zeros(len(self._places), VECTOR))
-        self._copies = [vector[: len(place)] for vector, place in zip(self.padded, self._places, strict=True)]
-        torch_internals.copy_each(self._copies, self._places)
-
-    def write(self) -> None:
-        """Copies the values back."""
-        torch_internals.copy_each(self._places, self._copies)
+        for number in (0, 2, 3):
+            tails[number].copy_(padded[number][:left])
 
 
 class FusedUpdate:
@@ -169,8 +222,7 @@ def _update_tile(
     master = _read_master(piece, scratch)
     exp_avg = _read_moment(piece.exp_avg, piece.exp_avg_scale, True, "exp_avg", scratch)
     exp_avg_sq = _read_moment(piece.exp_avg_sq, piece.exp_avg_sq_scale, False, "exp_avg_sq", scratch)
-    # The kernel under torch.optim.AdamW(fused=True), whose wrappers would count a step for each tile.
-    fused_adamw_([master], [gradient], [exp_avg], [exp_avg_sq], [step], hyperparameters)
+    fused_adamw_(master, gradient, exp_avg, exp_avg_sq, step, hyperparameters)
     _write_moment(exp_avg, piece.exp_avg, piece.exp_avg_scale, True)
     _write_moment(exp_avg_sq, piece.exp_avg_sq, piece.exp_avg_sq_scale, False)
     if piece.takes_noise:

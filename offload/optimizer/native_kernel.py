@@ -22,11 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.optimizer.block_quantise import dynamic_map, midpoints
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import FusedUpdate
-from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.rounding import noise_key
+from offload.optimizer.kernels import FusedUpdate, HyperParameters, Operands
+from offload.optimizer.rounding import dynamic_map, midpoints, noise_key
 
 # Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
 # be vectorised.

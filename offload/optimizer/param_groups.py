@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.errors import KnobError
 from offload.knobs import in_range
-from offload.optimizer.operands import HyperParameters
+from offload.optimizer.kernels import HyperParameters
 
 # Keys of torch's AdamW that change the arithmetic, and the one value of each that the update here computes.
 COMPUTED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}

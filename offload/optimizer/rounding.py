@@ -1,24 +1,36 @@
-"""Rounds float32 to bfloat16: to nearest, exactly with a remainder, or stochastically with noise from a counter.
+"""Numbers of 16 and 8 bits for float32 ones: bfloat16 to nearest, exactly with a remainder, or at random; and codes.
 
-Weights beside a master are rounded to nearest, ties away from zero. So the float32 master is, as an integer of 32 bits,
-65536 times the bfloat16 weight plus a signed remainder of 16 bits, and no pattern is ambiguous. (Ties to even would
-leave one: a low half of 0x8000 under an even weight.) The remainders are those of NVIDIA Apex
+**Weights** beside a master are rounded to nearest, ties away from zero. So the float32 master is, as an integer of 32
+bits, 65536 times the bfloat16 weight plus a signed remainder of 16 bits, and no pattern is ambiguous. (Ties to even
+would leave one: a low half of 0x8000 under an even weight.) The remainders are those of NVIDIA Apex
 (`store_param_remainders` of its DistributedFusedAdam).
 
-Noise is a hash of parameter, step and element, so it depends neither on the order of updates nor on how they are cut:
-the generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), the hash is Wellons'
-lowbias32. The elements of a parameter beyond 2^32 repeat the noise of the first.
+**Noise** is a hash of parameter, step and element, so it depends neither on the order of updates nor on how they are
+cut: the generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), the hash is
+Wellons' lowbias32. The elements of a parameter beyond 2^32 repeat the noise of the first.
+
+**Moments in 8 bits** are blocks of 256 numbers with a float32 scale each, and codes of a dynamic map. Both are those of
+bitsandbytes (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"): a code is a place in a sorted table
+of 256 numbers between -1 (or 0) and 1, more densely spaced the smaller they are. A number is its block's largest
+magnitude times the table's nearest number. Other than there, a second moment above zero never becomes zero: the update
+would divide by it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # The halves of an integer of 32 bits, in the order in which memory has them.
 LOW, HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
+BLOCK = 256
+# Largest error of a number relative to its block's largest: half the widest distance of two entries of the map.
+SIGNED_ERROR, UNSIGNED_ERROR = 0.0071, 0.0036
+EXPONENTS = 7
 
 
 def round_weights(values: Tensor, weight: Tensor) -> None:
@@ -99,3 +111,62 @@ def _halves(bits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns int16 views of the two halves of flat int32 `bits`, in the order of memory: no cast saturates."""
     pairs = bits.view(torch.int16).view(-1, 2)
     return pairs[:, 0], pairs[:, 1]
+
+
+@functools.cache
+def dynamic_map(signed: bool) -> Tensor:
+    """Returns the table: float32 [256], ascending, with 0 and 1 in it."""
+    values = [0.0, 1.0]
+    for exponent in range(EXPONENTS):
+        edges = torch.linspace(0.1, 1, (1 if signed else 2) * 2**exponent + 1, dtype=torch.float32)
+        positive = (10.0 ** (exponent - EXPONENTS + 1) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += positive + [-value for value in positive] * signed
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+@functools.cache
+def midpoints(signed: bool) -> Tensor:
+    """Returns float32 [255]: above the midpoint of two entries of the map the upper is nearer."""
+    table = dynamic_map(signed)
+    return (table[:-1] + table[1:]) / 2
+
+
+def scales_for(count: int) -> int:
+    """Returns how many scales `count` numbers have."""
+    return -(-count // BLOCK)
+
+
+def dequantise(codes: Tensor, scales: Tensor, signed: bool, values: Tensor) -> Tensor:
+    """Writes the numbers of `codes` (uint8, flat) into `values` (float32), and returns that.
+
+    `scales` are float32, one for each block; the first block begins at the first code.
+    """
+    torch.mul(_on(codes.device, dynamic_map, signed)[codes.int()], _each(scales, codes.numel()), out=values)
+    return values
+
+
+def quantise(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
+    """Writes codes and scales of `values` (float32, flat): the nearest entry of the map.
+
+    A NaN or an infinity makes its whole block NaN.
+    """
+    count, device = values.numel(), values.device
+    blocks = F.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
+    torch.amax(blocks.abs(), dim=1, out=scales)
+    # An infinity times the map's entries would be infinite for some codes and a NaN for others.
+    scales.masked_fill_(scales.isinf(), torch.nan)
+    # 0 / 0 is no number.
+    relative = values / _each(torch.where(scales > 0, scales, 1.0), count)
+    found = torch.bucketize(relative, _on(device, midpoints, signed), out_int32=True)
+    if not signed:
+        found = torch.maximum(found, (values > 0).int())
+    codes.copy_(found)
+
+
+@functools.cache
+def _on(device: torch.device, table, signed: bool) -> Tensor:
+    return table(signed).to(device)
+
+
+def _each(scales: Tensor, count: int) -> Tensor:
+    return scales.repeat_interleave(BLOCK)[:count]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from offload.memory.host_memory import HostArena
-from offload.optimizer.block_quantise import BLOCK
 from offload.optimizer.claims import WEIGHT, Claim, State, update_elsewhere
 from offload.optimizer.formats import MASTER_NAMES, StateFormat, needs_copy, state_bytes
 from offload.optimizer.kernels import UpdateKernel
+from offload.optimizer.rounding import BLOCK
 from offload.sharing.shared_memory import in_pages, share_memory
 from offload.sharing.sharers import Sharers, meet
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.kernels import HyperParameters, Operands
 
 FLOATS = {torch.float32, torch.bfloat16}
 # Elements that one program of the kernel updates: 8 for each of its threads, 16 bytes of bf16.

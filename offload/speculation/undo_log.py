@@ -20,8 +20,8 @@ from torch import Tensor
 
 from offload.memory.limits import free_host_bytes
 from offload.optimizer.formats import StateFormat
+from offload.optimizer.kernels import HyperParameters, Operands
 from offload.optimizer.native_kernel import NativeLibrary, address, factors, native_library
-from offload.optimizer.operands import HyperParameters, Operands
 
 # Elements that have a table of entries of their own.
 BLOCK = 1 << 16

@@ -7,9 +7,8 @@ import dataclasses
 import torch
 
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import UpdateKernel
+from offload.optimizer.kernels import HyperParameters, Operands, UpdateKernel
 from offload.optimizer.native_kernel import NativeUpdate, native_library
-from offload.optimizer.operands import HyperParameters, Operands
 from offload.speculation.undo_log import Outcome, ReversibleUpdate, UndoLog, undo_library
 from tests.offload.helpers.kernels import SETTINGS
 

@@ -231,7 +231,7 @@ def test_a_devices_own_kernel_updates_all_its_parameters(dtype: torch.dtype, mon
     expected = parameters(dtype)
     optimizer = HostAdamW(expected, **SETTINGS, threads=1)
     train(optimizer, expected, before_step=lambda: [weight.grad.mul_(2) for weight in expected])
-    monkeypatch.setattr("offload.optimizer.together.LAUNCHING", ("cpu",))
+    monkeypatch.setattr("offload.optimizer.claims.LAUNCHING", ("cpu",))
     monkeypatch.setattr("offload.optimizer.adamw.update_on", lambda *_: kernel)
     for place in (False, True):
         weights = parameters(dtype)

@@ -23,9 +23,8 @@ from offload.optimizer.kernel_choice import (
     sample,
     update_on,
 )
-from offload.optimizer.kernels import FusedUpdate
+from offload.optimizer.kernels import FusedUpdate, HyperParameters, Operands
 from offload.optimizer.native_kernel import native_library
-from offload.optimizer.operands import HyperParameters, Operands
 from tests.offload.helpers.kernels import FORMATS, SETTINGS, needs_gpu, operands, run, tensors
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

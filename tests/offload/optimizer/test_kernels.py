@@ -1,4 +1,4 @@
-"""The update by torch's kernel: the paper's formulas, in every format of the states."""
+"""The update by torch's kernel: the paper's formulas, in every format of the states; operands in pieces."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 
 from offload.optimizer import kernels
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import VECTOR, FusedUpdate, fused_adamw_
-from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.kernels import VECTOR, FusedUpdate, HyperParameters, Operands, fused_adamw_
 from offload.optimizer.rounding import join, noise_key
-from tests.offload.helpers.kernels import COMPACT, FORMATS, SETTINGS, needs_gpu, operands, run, tensors
+from tests.offload.helpers.kernels import COMPACT, FEW, FORMATS, SETTINGS, from_place, needs_gpu, operands, run, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -176,44 +175,55 @@ def test_threads_of_another_thread_are_left_alone():
     assert seen == [before]
 
 
-def updated(values: list[list[torch.Tensor]], steps: int = 4) -> list[list[torch.Tensor]]:
-    values = [[tensor.clone() for tensor in tensors] for tensors in values]
-    for step in range(1, steps + 1):
-        counts = [torch.tensor(float(step)) for _ in values[0]]
-        fused_adamw_(*values, counts, SETTINGS)
+def updated(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of master, gradient and moments, after four updates."""
+    values = [tensor.clone() for tensor in values]
+    for step in range(1, 5):
+        fused_adamw_(*values, torch.tensor(float(step)), SETTINGS)
     return values
 
 
 @pytest.mark.parametrize("count", [1, 7, 15, 16, 17, 98, 4095])
 def test_a_part_is_updated_as_in_the_whole(count: int):
     generator = torch.Generator().manual_seed(count)
-    whole = [[torch.randn(4096, generator=generator).abs_()] for _ in range(4)]
-    part = [[tensors[0][:count]] for tensors in whole]
+    whole = [torch.randn(4096, generator=generator).abs_() for _ in range(4)]
+    part = [tensor[:count] for tensor in whole]
     for found, expected in zip(updated(part), updated(whole), strict=True):
-        assert torch.equal(found[0], expected[0][:count])
-
-
-def test_tensors_of_any_shape_and_number_share_a_call():
-    shapes = [(3, 5), (VECTOR,), (), (0,), (2, VECTOR + 1)]
-    generator = torch.Generator().manual_seed(0)
-    values = [[torch.randn(shape, generator=generator).abs_() for shape in shapes] for _ in range(4)]
-    # Columns first in memory.
-    values = [[*tensors[:-1], tensors[-1].t().contiguous().t()] for tensors in values]
-    together = updated(values)
-    for index in range(len(shapes)):
-        if shapes[index] == (0,):
-            continue
-        alone = updated([[tensors[index]] for tensors in values])
-        assert all(torch.equal(found[index], expected[0]) for found, expected in zip(together, alone, strict=True))
-        assert not torch.equal(together[0][index], values[0][index])
+        assert torch.equal(found, expected[:count])
 
 
 @pytest.mark.parametrize("count", [4, VECTOR + 1])
 def test_gradients_are_not_written(count: int):
     # An update that may be undone takes a gradient with another version for one that somebody has changed.
-    values = [[torch.ones(count)] for _ in range(4)]
-    fused_adamw_(*values, [torch.tensor(1.0)], SETTINGS)
-    assert [tensors[0]._version > 0 for tensors in values] == [True, False, True, True]
+    values = [torch.ones(count) for _ in range(4)]
+    fused_adamw_(*values, torch.tensor(1.0), SETTINGS)
+    assert [tensor._version > 0 for tensor in values] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("format", FEW, ids=str)
+@pytest.mark.parametrize(("size", "pieces"), [(100, None), (300, None), (5000, 1)])
+def test_pieces_are_views_that_cover_the_whole_once(format: StateFormat, size: int, pieces: int | None):
+    whole = from_place(operands(1000, format), 7)
+    for tensor in tensors(whole):
+        tensor.zero_()
+    parts = list(whole.split(size))
+    assert pieces is None or len(parts) == pieces
+    for part in parts:
+        for tensor in tensors(part):
+            tensor += 1
+    assert all((tensor == 1).all() for tensor in tensors(whole))
+    assert torch.equal(torch.cat([part.gradient for part in parts]), whole.gradient)
+    starts = [7]
+    for part in parts[:-1]:
+        starts.append(starts[-1] + part.weight.numel())
+    assert [part.start for part in parts] == starts
+    assert {part.seed for part in parts} == {whole.seed}
+
+
+def test_pieces_of_codes_are_whole_blocks():
+    parts = list(operands(1000, StateFormat("compact", "int8")).split(700))
+    assert [part.weight.numel() for part in parts] == [512, 488]
+    assert [part.exp_avg_scale.numel() for part in parts] == [2, 2]
 
 
 @pytest.mark.gpu

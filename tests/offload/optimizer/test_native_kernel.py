@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from offload.optimizer import native_kernel
-from offload.optimizer.block_quantise import BLOCK, dynamic_map, midpoints
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import FusedUpdate
+from offload.optimizer.kernels import FusedUpdate, Operands
 from offload.optimizer.native_kernel import NativeUpdate, native_library
-from offload.optimizer.operands import Operands
+from offload.optimizer.rounding import BLOCK, dynamic_map, midpoints
 from tests.offload.helpers.kernels import (
     COMPACT,
     COMPILED,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, update_in_place
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import FusedUpdate
-from offload.optimizer.operands import HyperParameters
+from offload.optimizer.kernels import FusedUpdate, HyperParameters
 from offload.optimizer.shared_states import PlacedSlices, SharedStates, part_of
 from offload.sharing.sharers import NO_SHARERS, meet
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers

@@ -27,9 +27,8 @@ from offload.optimizer.kernel_choice import (
     difference,
     hard_operands,
 )
-from offload.optimizer.kernels import FusedUpdate, UpdateKernel
+from offload.optimizer.kernels import FusedUpdate, HyperParameters, UpdateKernel
 from offload.optimizer.native_kernel import NativeUpdate, factors, native_library
-from offload.optimizer.operands import HyperParameters
 from tests.offload.helpers.kernels import FORMATS, SETTINGS, from_place, needs_compiler, needs_gpu, operands
 
 triton = pytest.importorskip("triton", reason="needs Triton")
@@ -139,7 +138,7 @@ def test_many_parameters_get_their_own_bits_by_one_launch(
 
     found = []
     for launching in ((DEVICE.type,), ()):
-        monkeypatch.setattr("offload.optimizer.together.LAUNCHING", launching)
+        monkeypatch.setattr("offload.optimizer.claims.LAUNCHING", launching)
         found.append(run())
     assert len(launched) >= 4 + 4 * 4
     assert sum(len(each.weight) == 2048 + 1024 + 2048 + 1024 + 1024 for each in launched) == 3

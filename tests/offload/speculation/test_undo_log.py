@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import FusedUpdate
-from offload.optimizer.operands import HyperParameters
+from offload.optimizer.kernels import FusedUpdate, HyperParameters
 from offload.speculation import undo_log
 from offload.speculation.undo_log import (
     ALIGNED,
