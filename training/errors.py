@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """A mistake or a missing resource that the user can fix.
@@ -11,6 +14,15 @@ class UserError(Exception):
     """
 
     status = "failed"
+
+
+@contextmanager
+def as_user_error(before: str, errors: type | tuple[type, ...] = ValueError, *, after: str = "") -> Iterator[None]:
+    """Raises errors of the block as a UserError, whose message has texts `before` and `after` theirs."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{before}{error}{after}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -1,9 +1,11 @@
-"""Names of models on the Hugging Face Hub, and one request to it, whose failures are explained in a line."""
+"""Models on the Hugging Face Hub: names, downloads, and requests whose failures are explained in a line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from training.errors import UserError, first_line
@@ -18,6 +20,9 @@ class HubName(NamedTuple):
     name: str
     revision: str | None = None
 
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
     @classmethod
     def of(cls, given: str) -> HubName | None:
         """Reads OWNER/NAME or OWNER/NAME@REVISION; None for anything else. A path of two parts looks the same."""
@@ -29,6 +34,44 @@ class HubName(NamedTuple):
         revision = f" --revision {self.revision}" if self.revision else ""
         command = f"hf download {self.name}{revision} --local-dir DIR"
         return f"or run `{command}` where there is a network, and give {key}=DIR"
+
+    def files(self, key: str) -> list[str]:
+        """Asks the Hub which files the model has. `key` was given the name. Raises UserError if there is no answer."""
+        from huggingface_hub import HfApi
+
+        request = partial(HfApi().model_info, revision=self.revision)
+        info = ask_hub(request, self.name, self._given(key), "model", self.by_hand(key))
+        return [entry.rfilename for entry in info.siblings or ()]
+
+    def lacks(self, key: str, what: str) -> UserError:
+        """Returns the error for a model on the Hub without files that are needed."""
+        return UserError(f"{self._given(key)}: that model has no {what}")
+
+    def folder(self, key: str, patterns: list[str], **options: Any) -> Path:
+        """Returns the client's folder with the files that match, which it downloads if they are not there.
+
+        `options` are further arguments of `snapshot_download`. Raises UserError if the download fails.
+        """
+        try:
+            return self._snapshot(patterns, **options)
+        except Exception as error:  # the client's errors have no common base class
+            raise UserError(f"{key}={self}: the download failed ({first_line(error)}); {self.by_hand(key)}") from error
+
+    def cached_folder(self, patterns: list[str], **options: Any) -> Path | None:
+        """Returns that folder without asking the Hub; None if nothing of it is in the client's cache."""
+        try:
+            return self._snapshot(patterns, local_files_only=True, **options)
+        except (OSError, ValueError):
+            return None
+
+    def _given(self, key: str) -> str:
+        return f"{key}={self}: no such file or folder here; as a name on the Hub"
+
+    def _snapshot(self, patterns: list[str], **options: Any) -> Path:
+        from huggingface_hub import constants, snapshot_download
+
+        options = {"cache_dir": constants.HF_HUB_CACHE} | options
+        return Path(snapshot_download(self.name, revision=self.revision, allow_patterns=patterns, **options))
 
 
 def ask_hub(request: Callable[..., Any], name: str, given: str, kind: str, otherwise: str) -> Any:

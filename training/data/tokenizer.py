@@ -52,7 +52,7 @@ def folder_of_tokenizer(given: str | Path) -> Path:
         return path
     if (hub := HubName.of(str(given))) is None:
         raise UserError(f"{KEY}={given}: no such file or folder: {ADVICE}")
-    return fetched_folder(hub, str(given))
+    return fetched_folder(hub)
 
 
 def _loaded(given: str | Path | None) -> Tokenizer:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from training.data.hub_client import HubName, ask_hub
-from training.errors import UserError, first_line
+from training.data.hub_client import HubName
 
 KEY = "dataset.tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
@@ -29,7 +27,8 @@ BESIDE = (
 )
 # Templates of chats for other uses have files in a folder of their own.
 TEMPLATES = "additional_chat_templates"
-PATTERNS = (TOKENIZER_FILE, *BESIDE, f"{TEMPLATES}/*.jinja")
+# transformers chooses the class of a tokenizer by the model's type, which is in config.json.
+PATTERNS = [TOKENIZER_FILE, *BESIDE, f"{TEMPLATES}/*.jinja", "config.json"]
 # One of these makes a tokenizer; the others belong to it.
 MAKING = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
@@ -63,42 +62,20 @@ def token_in(values: dict[str, Any], name: str) -> str | None:
 
 def cached_folder(hub: HubName) -> Path | None:
     """Returns the folder in the Hub client's cache that has the tokenizer of a model, None if it is not there."""
-    try:
-        folder = Path(_download(hub, local_files_only=True))
-    except (OSError, ValueError):  # not there
-        return None
-    return folder if has_tokenizer(folder) else None
+    folder = hub.cached_folder(PATTERNS)
+    return folder if folder is not None and has_tokenizer(folder) else None
 
 
-def fetched_folder(hub: HubName, given: str) -> Path:
+def fetched_folder(hub: HubName) -> Path:
     """Returns the folder with the tokenizer of a model on the Hub, which is downloaded unless it is in the cache.
 
     Raises UserError for a name that the Hub does not know, for a model without a tokenizer, or without network.
     """
     if (folder := cached_folder(hub)) is not None:
         return folder
-    from huggingface_hub import HfApi
-
     from training.metrics.progress import phase
 
-    by_hand = hub.by_hand(KEY)
-    key = f"{KEY}={given}: no such file or folder here; as a name on the Hub"
     with phase("downloading the tokenizer"):
-        info = ask_hub(partial(HfApi().model_info, revision=hub.revision), hub.name, key, "model", by_hand)
-        if not {entry.rfilename for entry in info.siblings or ()} & set(MAKING):
-            raise UserError(
-                f"{key}: that model has no {TOKENIZER_FILE}: give {KEY}=FOLDER or OWNER/NAME of one that has"
-            )
-        try:
-            return Path(_download(hub))
-        except Exception as error:  # the client's errors have no common base class
-            raise UserError(f"{key}: the download failed ({first_line(error)}); {by_hand}") from error
-
-
-def _download(hub: HubName, **options: bool) -> str:
-    from huggingface_hub import constants, snapshot_download
-
-    # transformers chooses the class of a tokenizer by the model's type.
-    patterns = [*PATTERNS, "config.json"]
-    place = {"revision": hub.revision, "cache_dir": constants.HF_HUB_CACHE}
-    return snapshot_download(hub.name, **place, allow_patterns=patterns, **options)
+        if not {*hub.files(KEY)} & {*MAKING}:
+            raise hub.lacks(KEY, f"{TOKENIZER_FILE}: give {KEY}=FOLDER or OWNER/NAME of one that has")
+        return hub.folder(KEY, PATTERNS)

@@ -14,7 +14,7 @@ from torch import nn
 from models.adapter_files import check_folder, load_adapter
 from models.adapters import initialise_adapters, inject
 from training.config.adapter import has_adapter
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.metrics.progress import phase
 from training.runs.checkpoint_files import refuse_run
 from training.runs.files import home_expanded
@@ -29,9 +29,8 @@ def add_adapter(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> Non
     values = OmegaConf.to_container(config.adapter, resolve=True)
     keys = {name: value for name, value in values.items() if not name.startswith("_") and name != "weights"}
     try:
-        inject(model, get_class(values["_target_"])(**keys), dtype)
-    except ValueError as error:
-        raise UserError(f"adapter.{error}") from error
+        with as_user_error("adapter."):
+            inject(model, get_class(values["_target_"])(**keys), dtype)
     except ModuleNotFoundError as error:
         raise UserError(f"adapter: the package {error.name} is not installed: pip install {error.name}") from error
 
@@ -76,10 +75,8 @@ class RunAdapter:
             return cls(config.seed, None, None)
         folder = home_expanded(KEY, given)
         refuse_run(KEY, given, folder)
-        try:
+        with as_user_error(f"{KEY}={given}: "):
             check_folder(model, folder)
-        except ValueError as error:
-            raise UserError(f"{KEY}={given}: {error}") from error
         return cls(config.seed, given, folder)
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
@@ -87,14 +84,8 @@ class RunAdapter:
 
         Raises UserError for files that do not fit, and for weights to which the adapter cannot be added.
         """
-        with phase("initialising the adapter"):
-            try:
-                initialise_adapters(model, self.seed, device)
-            except ValueError as error:
-                raise UserError(f"adapter=dora: {error}") from error
-        if self.folder is None:
-            return
-        try:
-            load_adapter(model, self.folder)
-        except ValueError as error:
-            raise UserError(f"{KEY}={self.given}: {error}") from error
+        with phase("initialising the adapter"), as_user_error("adapter=dora: "):
+            initialise_adapters(model, self.seed, device)
+        if self.folder is not None:
+            with as_user_error(f"{KEY}={self.given}: "):
+                load_adapter(model, self.folder)

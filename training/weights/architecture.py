@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from models.llama import Llama
-from training.errors import UserError, first_line
+from training.errors import UserError, as_user_error, first_line
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
 from training.runs.files import home_expanded
 from training.runs.manifest import DamagedError, read_config
@@ -151,10 +151,8 @@ def _of_transformers(config: DictConfig, folder: Path) -> tuple[dict[str, Any], 
         return None
     from models.hf_source import find_source
 
-    try:
+    with as_user_error(f"{KEY}={config.model.weights}: "):
         found = find_source(source, config.model.task).config(overrides).to_dict()
-    except ValueError as error:
-        raise UserError(f"{KEY}={config.model.weights}: {error}") from error
     on_hub = not home_expanded(KEY, config.model.weights).exists()
     of_run = (folder / RUN_CONFIG_FILE).is_file()
     return dict(_leaves(found)), config.model.weights if on_hub and not of_run else source, overrides
@@ -166,10 +164,8 @@ def _of_diffusers(folder: Path) -> tuple[dict[str, Any], str, None]:
 
 
 def _model_of_run(folder: Path) -> dict[str, Any]:
-    try:
+    with as_user_error(f"{KEY}={folder}: ", DamagedError, after=": give another checkpoint"):
         read_config(folder)
-    except DamagedError as error:
-        raise UserError(f"{KEY}={folder}: {error}: give another checkpoint") from error
     # It was found to be plain; here values have their types.
     return yaml.safe_load((folder / RUN_CONFIG_FILE).read_text())["model"]
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from models.json_files import read_object
 from models.weights import checkpoint_files
-from training.data.hub_client import HubName, ask_hub
-from training.errors import UserError, first_line
+from training.data.hub_client import HubName
+from training.errors import UserError, as_user_error
 from training.runs.checkpoint_files import MANIFEST_FILE, STATE_FILE, WEIGHTS_STEM, refuse_run
 from training.runs.files import home_expanded
 
@@ -26,7 +25,7 @@ PARTS = ("", "transformer/", "unet/")
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 # What else a model comes with, beside its tokenizer: small files, which no weights need.
-SMALL_FILES = (GENERATION_FILE, "preprocessor_config.json")
+SMALL_FILES = [GENERATION_FILE, "preprocessor_config.json"]
 CONFIG_FILES = [f"{part}{CONFIG_FILE}" for part in PARTS]
 # The stems of the weight files of transformers and of diffusers.
 STEMS = ("model", "diffusion_pytorch_model")
@@ -86,25 +85,11 @@ def part_in(folder: Path) -> str:
     return next((part for part in PARTS if (folder / part / CONFIG_FILE).is_file()), "")
 
 
-def _wanted(part: str) -> dict[str, list[str]]:
-    """Returns the client's patterns for the files of a model's weights."""
+def _wanted(part: str) -> tuple[list[str], list[str]]:
+    """Returns the client's patterns for the files of a model's weights, and for those that are left out."""
     # The other folders of a repository have other models, and the same one in other forms.
-    others = COPIES if part else (*COPIES, "*/*")
-    return {
-        "allow_patterns": [f"{part}{pattern}" for pattern in (*PATTERNS, CONFIG_FILE)],
-        "ignore_patterns": list(others),
-    }
-
-
-def cached_snapshot(hub: HubName) -> Path | None:
-    """Returns the folder of a model in the cache of the Hub's client, with what is there of it; None if nothing is."""
-    from huggingface_hub import constants, snapshot_download
-
-    place = {"revision": hub.revision, "cache_dir": constants.HF_HUB_CACHE}
-    try:
-        return Path(snapshot_download(hub.name, **place, allow_patterns=[CONFIG_FILE], local_files_only=True))
-    except (OSError, ValueError):  # not there
-        return None
+    others = [*COPIES] if part else [*COPIES, "*/*"]
+    return [f"{part}{pattern}" for pattern in (*PATTERNS, CONFIG_FILE)], others
 
 
 @dataclass(frozen=True)
@@ -138,10 +123,8 @@ class ModelWeights:
                 raise UserError(
                     f"{KEY}={given}: the files of the model are missing from this checkpoint: choose another checkpoint"
                 )
-            try:
+            with as_user_error(f"{KEY}={given}: "):
                 weight_files(path)
-            except ValueError as error:
-                raise UserError(f"{KEY}={given}: {error}") from error
             return cls(given)
         on_hub = HubName.of(given)
         if on_hub is None:
@@ -149,12 +132,12 @@ class ModelWeights:
                 f"{KEY}={given}: does not exist: give a .safetensors file, a folder of them, or the name of a model on"
                 " the Hugging Face Hub (OWNER/NAME, or OWNER/NAME@REVISION)"
             )
-        from huggingface_hub import HfApi, constants
+        from huggingface_hub import constants
 
         found = cls(given, on_hub, constants.HF_HUB_CACHE)
         part = found._cached_part()
         if part is None:
-            part = found._part_on_the_hub(HfApi()) if ask else ""
+            part = found._part_on_the_hub() if ask else ""
         return replace(found, part=part)
 
     def path(self) -> Path:
@@ -164,15 +147,9 @@ class ModelWeights:
         """
         if self.on_hub is None:
             return home_expanded(KEY, self.given)
-        try:
-            patterns = _wanted(self.part)
-            if self._cached_part() is None:
-                patterns["allow_patterns"] += SMALL_FILES
-            return Path(self._download(**patterns))
-        except Exception as error:  # the client's errors have no common base class
-            raise UserError(
-                f"{KEY}={self.given}: the download failed ({first_line(error)}); {self.on_hub.by_hand(KEY)}"
-            ) from error
+        patterns, others = _wanted(self.part)
+        small = SMALL_FILES if self._cached_part() is None else []
+        return self.on_hub.folder(KEY, patterns + small, ignore_patterns=others, cache_dir=self.cache)
 
     def local_path(self) -> Path:
         """Returns the local file or folder. Raises UserError for one of the Hub that is not in the client's cache."""
@@ -181,29 +158,25 @@ class ModelWeights:
             raise UserError(f"{KEY}={self.given}: is not in the cache of the Hub's client yet; {by_hand}")
         return self.path()
 
-    def _download(self, **patterns: object) -> str:
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(self.on_hub.name, revision=self.on_hub.revision, cache_dir=self.cache, **patterns)
-
     def _cached_part(self) -> str | None:
         """Returns the part whose weights are in the client's cache; None if there are none, or not all."""
+        # The client looks whether all files of these patterns are there.
+        folder = self.on_hub.cached_folder(CONFIG_FILES, cache_dir=self.cache)
+        if folder is None:
+            return None
+        part = part_in(folder)
+        patterns, others = _wanted(part)
+        folder = self.on_hub.cached_folder(patterns, ignore_patterns=others, cache_dir=self.cache)
         try:
-            # The client looks whether all files of these patterns are there.
-            cached = partial(self._download, local_files_only=True)
-            part = part_in(Path(cached(allow_patterns=CONFIG_FILES)))
-            files = weight_files_in(Path(cached(**_wanted(part))))
-        except (OSError, ValueError):  # not there, or not complete
+            files = [] if folder is None else weight_files_in(folder)
+        except ValueError:  # an index that is not complete
             return None
         return part if files and all(file.is_file() for file in files) else None
 
-    def _part_on_the_hub(self, api) -> str:
+    def _part_on_the_hub(self) -> str:
         """Asks the Hub for the model's files. Raises UserError if there are no weights among them."""
-        given = f"{KEY}={self.given}: no such file or folder here; as a name on the Hub"
-        ask = partial(api.model_info, revision=self.on_hub.revision)
-        info = ask_hub(ask, self.on_hub.name, given, "model", self.on_hub.by_hand(KEY))
-        names = [entry.rfilename for entry in info.siblings or ()]
+        names = self.on_hub.files(KEY)
         part = part_of(names) or ""
         if not any(re.fullmatch(rf"{part}[^/]*\.safetensors", name) for name in names):
-            raise UserError(f"{given}: that model has no .safetensors file: choose one that has")
+            raise self.on_hub.lacks(KEY, ".safetensors file: choose one that has")
         return part

@@ -6,6 +6,7 @@ A model of ours has parameters alone. A model of a library (`models.hf`, `models
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from models.initialise import initialise
 from models.quantise import kept_memory, settled
 from models.weights import has_own_names, load_weights
 from offload import lies_in_file
-from training.errors import UserError
+from training.errors import as_user_error
 from training.metrics.progress import phase
 from training.weights.architecture import refuse_other_architecture
 from training.weights.files import ModelWeights
@@ -27,11 +28,8 @@ from training.weights.quantising import quantised_from_cache
 def fill_buffers(model: nn.Module) -> None:
     """Gives buffers the values of a model built on the CPU. Raises UserError for one whose value cannot be computed."""
     if hasattr(model, "fill_buffers"):
-        try:
-            with without_adapters(model):
-                model.fill_buffers()
-        except ValueError as error:
-            raise UserError(f"model: {error}") from error
+        with as_user_error("model: "), without_adapters(model):
+            model.fill_buffers()
 
 
 def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
@@ -43,29 +41,24 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
     Raises UserError if the weights do not fit, or a parameter has no initial value.
     """
     if weights is None:
-        with phase("initialising the weights"), kept_memory():
-            try:
-                with without_adapters(model):
-                    getattr(model, "initialise", lambda *arguments: initialise(model, *arguments))(config.seed, device)
-            except ValueError as error:
-                raise UserError(f"model: {error}: give model.weights=PATH") from error
+        refused = as_user_error("model: ", after=": give model.weights=PATH")
+        with phase("initialising the weights"), kept_memory(), refused, without_adapters(model):
+            getattr(model, "initialise", partial(initialise, model))(config.seed, device)
         return
     path = weights.path()
     if weights.on_hub is not None:
         # Its config.json came with it.
         refuse_other_architecture(config, model)
     in_files = [parameter for parameter in model.parameters() if lies_in_file(parameter)]
-    try:
-        with (
-            settled(in_files),
-            without_adapters(model),
-            quantised_from_cache(model, config, path),
-            kept_memory(),
-            phase("loading the weights"),
-        ):
-            load(model, path)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"model.weights={config.model.weights}: {error}") from error
+    with (
+        as_user_error(f"model.weights={config.model.weights}: ", (ValueError, FileNotFoundError)),
+        settled(in_files),
+        without_adapters(model),
+        quantised_from_cache(model, config, path),
+        kept_memory(),
+        phase("loading the weights"),
+    ):
+        load(model, path)
 
 
 def load(model: nn.Module, path: Path) -> None:

@@ -11,7 +11,7 @@ from models.adapters import without_adapters
 from models.places import Places, find_places
 from offload import FileSpan, Footprint, Mode, format_bytes
 from training.config.modes import weights_node
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.weights.files import ModelWeights
 from training.weights.quantising import cache_of
 
@@ -91,8 +91,6 @@ def _places(config: DictConfig, model: nn.Module) -> Places:
             f" weights, or take {source}=memory"
         )
     path = ModelWeights.find(config.model.weights, ask=False).local_path()
-    try:
-        with without_adapters(model):
-            return find_places(model, path, cache_of(model, config, path))
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"model.weights={config.model.weights}: {error}") from error
+    refused = as_user_error(f"model.weights={config.model.weights}: ", (ValueError, FileNotFoundError))
+    with refused, without_adapters(model):
+        return find_places(model, path, cache_of(model, config, path))

@@ -16,7 +16,7 @@ from training.data.byte_tokenizer import library_bytes
 from training.data.hub_client import HubName
 from training.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from training.data.tokenizer_folder import TOKENIZER_FILE, cached_folder, has_tokenizer
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.runs.files import CONFIG_FILE, home_expanded
 from training.runs.manifest import DamagedError, read_config
 from training.weights.files import ModelWeights
@@ -142,10 +142,8 @@ def _of_place(key: str, given: str) -> OwnTokenizer | None:
 
 def _of_checkpoint(folder: Path, of: str) -> OwnTokenizer | None:
     """Returns the tokenizer of the run that saved a checkpoint; None where its dataset was no text."""
-    try:
+    with as_user_error(f"{of}: ", DamagedError, after=": give another checkpoint"):
         dataset = read_config(folder).get("dataset")
-    except DamagedError as error:
-        raise UserError(f"{of}: {error}: give another checkpoint") from error
     value = dataset.get("tokenizer") if isinstance(dataset, dict) else None
     # Values are read as texts.
     return None if value is None else OwnTokenizer(None if value == "null" else value, of)

@@ -11,14 +11,12 @@ from omegaconf import DictConfig
 from models.json_files import read_object
 from training.data.hub_client import HubName
 from training.data.tokenizer import Tokenizer
-from training.errors import UserError
+from training.errors import as_user_error
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
 from training.runs.files import home_expanded
 from training.runs.manifest import DamagedError, read_config
-from training.weights.files import CONFIG_FILE, GENERATION_FILE, cached_snapshot
+from training.weights.files import CONFIG_FILE, GENERATION_FILE
 from training.weights.model_tokenizer import SOURCE, WEIGHTS, brought_tokenizer
-
-AGAIN = "download it again"
 
 
 def origin_of(config: DictConfig) -> Path | None:
@@ -36,10 +34,8 @@ def values_in(folder: Path | None, name: str = CONFIG_FILE) -> dict[str, Any]:
     """Returns the values in a JSON file of `folder`; {} where there is none. Raises UserError for a damaged one."""
     if folder is None or not (folder / name).is_file():
         return {}
-    try:
-        return read_object(folder / name, AGAIN)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    with as_user_error(""):
+        return read_object(folder / name, "download it again")
 
 
 def ends_of(folder: Path | None) -> tuple[int, ...]:
@@ -72,13 +68,11 @@ def folder_of(key: str, given: str) -> Path | None:
     if path.exists():
         return path if path.is_dir() else path.parent
     hub = HubName.of(given)
-    return None if hub is None else cached_snapshot(hub)
+    return None if hub is None else hub.cached_folder([CONFIG_FILE])
 
 
 def _model_of_run(folder: Path, given: str) -> dict[str, Any]:
-    try:
+    with as_user_error(f"{given}: ", DamagedError, after=": give another checkpoint"):
         model = read_config(folder).get("model")
-    except DamagedError as error:
-        raise UserError(f"{given}: {error}: give another checkpoint") from error
     # Values are read as texts.
     return {key: None if value == "null" else value for key, value in model.items()} if isinstance(model, dict) else {}

@@ -19,7 +19,7 @@ from models.quantise_cache import CacheFile, quantised_weights
 from models.quantise_formats import FORMATS, Format
 from offload import find_blocks
 from training.config.schema import chosen_format, quantises
-from training.errors import UserError, first_line
+from training.errors import UserError, as_user_error, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +33,16 @@ def quantise_blocks(model: nn.Module, config: DictConfig) -> None:
         return
     format = _format(config)
     chosen = f"quantize={format.name}"
-    try:
-        blocks = [name for name, _ in find_blocks(model, config.quantize.blocks, key="quantize.blocks")]
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    with as_user_error(""):
+        blocks = [name for name, _ in find_blocks(model, key="quantize")]
     names = quantisable(model, blocks, config.quantize.include or (), config.quantize.exclude or ())
     if not names:
         patterns = f"include={config.quantize.include}, exclude={config.quantize.exclude}"
         raise UserError(
             f"{chosen}: no linear layer of the model's blocks is chosen ({patterns}): quantize=none, or others"
         )
-    try:
+    with as_user_error(f"{chosen}: "):
         format.check_package()
-    except ValueError as error:
-        raise UserError(f"{chosen}: {error}") from error
     quantise(model, names, format)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"{chosen}: nothing of the model is left to train: leave layers out with quantize.exclude")
@@ -69,11 +65,9 @@ def quantised_from_cache(model: nn.Module, config: DictConfig, path: Path) -> It
         except OSError as error:
             logger.warning("%s could not be written (%s): the next run quantises again", cache.path, first_line(error))
         return
-    try:
+    with as_user_error("quantize.cache=true: ", after=", or give quantize.cache=false"):
         cache.check()
         cache.read(model)
-    except ValueError as error:
-        raise UserError(f"quantize.cache=true: {error}, or give quantize.cache=false") from error
     logger.info("quantised weights of %s", cache.path)
     with settled(weight for _, weight in quantised_weights(model)):
         yield
@@ -92,7 +86,5 @@ def cache_of(model: nn.Module, config: DictConfig, path: Path) -> CacheFile | No
 
 def _format(config: DictConfig) -> Format:
     name, arguments = chosen_format(config)
-    try:
+    with as_user_error("quantize."):
         return FORMATS[name](**arguments)
-    except ValueError as error:
-        raise UserError(f"quantize.{error}") from error

@@ -6,13 +6,12 @@ The configuration of a model on the Hub is downloaded first, and alone; `trainin
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from training.data.hub_client import HubName, ask_hub
-from training.errors import UserError, first_line
+from training.data.hub_client import HubName
+from training.errors import UserError, as_user_error
 from training.metrics.progress import phase
 from training.runs.files import home_expanded
 from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, weight_files_in
@@ -35,26 +34,13 @@ def local_source(given: str) -> str:
     hub = HubName.of(given)
     if hub is None:
         return given
-    from huggingface_hub import HfApi, constants, snapshot_download
-
-    wanted = {"revision": hub.revision, "cache_dir": constants.HF_HUB_CACHE, "allow_patterns": CONFIG_FILES}
-    cached = partial(snapshot_download, hub.name, **wanted)
-    try:
-        folder = cached(local_files_only=True)
-        if part_of(_names_in(Path(folder))) is not None:
-            return folder
-    except (OSError, ValueError):  # not there
-        pass
-    by_hand = hub.by_hand(KEY)
-    key = f"{KEY}={given}: no such folder here; as a name on the Hub"
+    cached = hub.cached_folder(CONFIG_FILES)
+    if cached is not None and any((cached / file).is_file() for file in CONFIG_FILES):
+        return str(cached)
     with phase("downloading the model's configuration"):
-        info = ask_hub(partial(HfApi().model_info, revision=hub.revision), hub.name, key, "model", by_hand)
-        if part_of([entry.rfilename for entry in info.siblings or ()]) is None:
-            raise UserError(f"{key}: that model has no {CONFIG_FILE}: choose one that has")
-        try:
-            return cached()
-        except Exception as error:  # the client's errors have no common base class
-            raise UserError(f"{key}: the download failed ({first_line(error)}); {by_hand}") from error
+        if part_of(hub.files(KEY)) is None:
+            raise hub.lacks(KEY, f"{CONFIG_FILE}: choose one that has")
+        return str(hub.folder(KEY, CONFIG_FILES))
 
 
 def source_digest(model: DictConfig) -> str | None:
@@ -77,12 +63,6 @@ def weights_of_source(model: DictConfig) -> str | None:
     """
     path = home_expanded(KEY, model.source)
     if path.is_dir():
-        try:
+        with as_user_error(f"{KEY}={model.source}: ", after=", or give model.weights=null"):
             return model.source if weight_files_in(path) else None
-        except ValueError as error:
-            raise UserError(f"{KEY}={model.source}: {error}, or give model.weights=null") from error
     return model.source if HubName.of(model.source) else None
-
-
-def _names_in(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

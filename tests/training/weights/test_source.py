@@ -189,7 +189,10 @@ def test_what_auto_stands_for(tmp_path: Path, repositories: dict):
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("me/none", r"model\.source=me/none: no such folder here; as a name on the Hub: no such model on the Hub"),
+        (
+            "me/none",
+            r"model\.source=me/none: no such file or folder here; as a name on the Hub: no such model on the Hub",
+        ),
         ("me/data", r"model\.source=me/data: .*: that model has no config\.json: choose one that has"),
         (
             "me/gpt2@v9",
