@@ -15,7 +15,12 @@ from training.runs.files import DATASETS_FOLDER
 
 def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
     """Makes the dataset of `config`; its cache goes under `run_dir`. Random tokens and conditions fit `model`."""
-    sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
+    made = get_class(config.dataset._target_)
+    sizes = {"seed": config.seed, "batch_size": config.batch_size}
+    if not hasattr(made, "meta_batch"):
+        sizes["seq_len"] = config.seq_len
+    if getattr(made, "reads_hub", False):
+        sizes["cache_dir"] = run_dir / DATASETS_FOLDER
     if "vocab_size" in config.dataset and config.dataset.vocab_size is None:
         if not hasattr(model, "vocab_size"):
             raise UserError(
@@ -23,7 +28,7 @@ def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
                 " task=flow_matching or classification"
             )
         sizes["vocab_size"] = model.vocab_size
-    return instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
+    return instantiate(config.dataset, **sizes)
 
 
 def has_facts(config: DictConfig) -> bool:

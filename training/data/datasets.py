@@ -11,18 +11,19 @@ Every dataset has:
   label in `batch`, however often or seldom the run evaluates. Empty if the split is too small for a sequence.
 * `data_sha256`, where all tokens are in memory: resuming compares it, to see whether the text has changed.
 
-`cache_dir` is a folder for files that a library must write (of HubText, the repository's metadata);
-None uses a temporary folder, which is removed.
+All take `seed` and `batch_size`, those of text `seq_len`, and those with `reads_hub` a `cache_dir` for files that the
+Hub's client writes; None uses a temporary folder, which is removed.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from training.config.declare import AUTO
 from training.data.corpus import read_stdlib
+from training.data.examples import RandomBatches
 from training.data.hub import HubText
 from training.data.local_files import find_files, read_files
 from training.data.packing import PackedTokens, concatenate, limit_tokens, random_words, tokenise
@@ -30,9 +31,6 @@ from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
 __all__ = ["HubText", "StdlibText", "SyntheticTokens", "TextFiles"]
-
-# In the key of random tokens: those of evaluation.
-EVALUATION = 1
 
 
 class StdlibText(PackedTokens):
@@ -44,7 +42,7 @@ class StdlibText(PackedTokens):
         tokenizer: a tokenizer.json, a folder or a model of the Hub with one; None for bytes.
         begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
         max_tokens: the number of tokens to use, in the order of paths; None for all.
-        eval_share: the share of these tokens, the last ones, that is held out for evaluation.
+        packing: further arguments of PackedTokens: seed, seq_len, batch_size, eval_share.
 
     Raises:
         UserError: this Python has no source files, or `max_tokens` is below one block.
@@ -53,26 +51,15 @@ class StdlibText(PackedTokens):
     def __init__(
         self,
         *,
-        seed: int,
-        seq_len: int,
-        batch_size: int,
         tokenizer: str | None = None,
         begin: str | None = AUTO,
         end: str | None = AUTO,
         max_tokens: int | None = None,
-        eval_share: float = 0.0,
-        cache_dir: str | Path | None = None,
+        **packing: Any,
     ):
         encoder = load_tokenizer(tokenizer, begin, end)
         arrays = limit_tokens(tokenise(read_stdlib(), encoder), max_tokens)
-        super().__init__(
-            concatenate(arrays, encoder.vocab_size),
-            vocab_size=encoder.vocab_size,
-            seed=seed,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            eval_share=eval_share,
-        )
+        super().__init__(concatenate(arrays, encoder.vocab_size), vocab_size=encoder.vocab_size, **packing)
 
 
 class TextFiles(PackedTokens):
@@ -85,7 +72,7 @@ class TextFiles(PackedTokens):
         begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
         max_tokens: the number of tokens to use, in the order of `files`; what follows is not read. None for all.
         eval_files: paths and patterns of other files to evaluate on.
-        eval_share: without these, the share of the tokens, the last ones, that is held out for evaluation.
+        packing: further arguments of PackedTokens: seed, seq_len, batch_size, and eval_share, for without `eval_files`.
 
     Raises:
         UserError: a file is missing or unreadable, or there is too little text; see training.data.corpus.
@@ -95,72 +82,41 @@ class TextFiles(PackedTokens):
         self,
         files: str | Sequence[str],
         *,
-        seed: int,
-        seq_len: int,
-        batch_size: int,
         text_column: str = "text",
         tokenizer: str | None = None,
         begin: str | None = AUTO,
         end: str | None = AUTO,
         max_tokens: int | None = None,
         eval_files: str | Sequence[str] | None = None,
-        eval_share: float = 0.0,
-        cache_dir: str | Path | None = None,
+        **packing: Any,
     ):
         encoder = load_tokenizer(tokenizer, begin, end)
         pieces = read_files(find_files(files), text_column)
-        others = None
+        held_out = None
         if eval_files is not None:
             key = "dataset.eval_files"
-            others = concatenate(
-                tokenise(read_files(find_files(eval_files, key), text_column, key), encoder), encoder.vocab_size
-            )
-        super().__init__(
-            concatenate(limit_tokens(tokenise(pieces, encoder), max_tokens), encoder.vocab_size),
-            vocab_size=encoder.vocab_size,
-            seed=seed,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            eval_share=eval_share,
-            held_out=others,
-        )
+            others = tokenise(read_files(find_files(eval_files, key), text_column, key), encoder)
+            held_out = concatenate(others, encoder.vocab_size)
+        tokens = concatenate(limit_tokens(tokenise(pieces, encoder), max_tokens), encoder.vocab_size)
+        super().__init__(tokens, vocab_size=encoder.vocab_size, held_out=held_out, **packing)
 
 
-class SyntheticTokens:
+class SyntheticTokens(RandomBatches):
     """Uniformly random tokens, new ones in every batch: for measuring speed. The loss means nothing.
 
     Args:
         vocab_size: all ids are below this.
-        cache_dir: unused; every dataset accepts it.
 
     Raises:
         UserError: vocab_size is below 1.
     """
 
-    num_blocks = None
-
-    def __init__(
-        self,
-        vocab_size: int = 256,
-        *,
-        seed: int,
-        seq_len: int,
-        batch_size: int,
-        cache_dir: str | Path | None = None,
-    ):
+    def __init__(self, vocab_size: int = 256, *, seed: int, seq_len: int, batch_size: int):
         if vocab_size < 1:
             raise UserError(f"dataset.vocab_size={vocab_size}: must be at least 1")
         self.vocab_size = vocab_size
         self._seed = seed
         self._shape = (batch_size, seq_len + 1)
-
-    def batch(self, index: int) -> torch.Tensor:
-        """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU."""
-        return self._drawn(index)
-
-    def eval_batches(self, count: int) -> list[torch.Tensor]:
-        """Returns `count` batches that `batch` does not have: int64 [batch_size, seq_len + 1] on the CPU."""
-        return [self._drawn(index, EVALUATION) for index in range(count)]
 
     def _drawn(self, *key: int) -> torch.Tensor:
         words = random_words(self._shape[0] * self._shape[1], self._seed, *key)

@@ -1,12 +1,16 @@
-"""Datasets of numbered examples, such as images: which examples a batch has."""
+"""Datasets of numbered examples, such as images, and of random numbers: what a batch has."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from training.data.packing import epoch_order, places_of_batch, spread_batches
 from training.errors import UserError
+
+# In the key of random numbers: those of evaluation.
+EVALUATION = 1
 
 
 class NumberedExamples(ABC):
@@ -53,6 +57,24 @@ class NumberedExamples(ABC):
         """Returns `count` batches of held-out examples (`spread_batches`) on the CPU, the same at each call."""
         batches = spread_batches(count, self._batch_size, self._count - self.num_blocks)
         return [self.examples([self.num_blocks + n for n in batch], [-1] * len(batch)) for batch in batches]
+
+
+class RandomBatches(ABC):
+    """Batches of random numbers, new ones in each: for measuring speed. The loss means nothing."""
+
+    num_blocks = None
+
+    @abstractmethod
+    def _drawn(self, *key: int) -> Any:
+        """Returns a batch on the CPU, a pure function of the seed and `key`."""
+
+    def batch(self, index: int) -> Any:
+        """Returns batch `index` >= 0 on the CPU."""
+        return self._drawn(index)
+
+    def eval_batches(self, count: int) -> list[Any]:
+        """Returns `count` batches that `batch` does not have, on the CPU."""
+        return [self._drawn(index, EVALUATION) for index in range(count)]
 
 
 def check_share(eval_share: float) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from training.data.examples import NumberedExamples
 from training.data.packing import random_words
+from training.data.pictures import meta_images
 from training.errors import UserError
 
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
@@ -56,7 +57,6 @@ class Glyphs(NumberedExamples):
         variation: how strongly size, place and rotation vary: 0 for not at all, 1 for readable letters.
         labels: False leaves the labels out, for models without.
         eval_share: the share of the examples, the last ones, that is held out for evaluation.
-        seq_len, cache_dir: unused; every dataset accepts them.
 
     Attributes:
         num_classes: the number of characters; None without labels.
@@ -75,9 +75,7 @@ class Glyphs(NumberedExamples):
         *,
         seed: int,
         batch_size: int,
-        seq_len: int | None = None,
         eval_share: float = 0.02,
-        cache_dir: str | Path | None = None,
     ):
         if not characters or len(set(characters)) != len(characters):
             raise UserError(f"dataset.characters={characters!r}: must be characters that differ, at least one")
@@ -97,10 +95,7 @@ class Glyphs(NumberedExamples):
     @staticmethod
     def meta_batch(rows: int, *, size: int = 32, labels: bool = True, **_others: object) -> dict[str, Tensor]:
         """Returns a batch of `rows` examples on the meta device, for these keys of the dataset's option."""
-        batch = {"images": torch.empty((rows, 1, size, size), device="meta")}
-        if labels:
-            batch["labels"] = torch.empty(rows, dtype=torch.int64, device="meta")
-        return batch
+        return meta_images(rows, 1, size, size, labels=labels)
 
     @cached_property
     def data_sha256(self) -> str:

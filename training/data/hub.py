@@ -1,7 +1,6 @@
 """A dataset that streams text from the Hugging Face Hub."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,8 @@ import torch
 from training.config.declare import AUTO
 from training.data.corpus import is_text
 from training.data.hub_rows import HubStream
-from training.data.packing import blocks_of, concatenate, limit_tokens, token_dtype, tokenise
+from training.data.packing import blocks_of, concatenate, limit_tokens, tokenise
 from training.data.tokenizer import load_tokenizer
-from training.errors import UserError
 
 
 class HubText(HubStream):
@@ -30,40 +28,19 @@ class HubText(HubStream):
     def __init__(
         self,
         name: str,
-        config_name: str | None = None,
-        split: str = "train",
-        text_column: str = "text",
-        revision: str | None = None,
         *,
-        seed: int,
         seq_len: int,
-        batch_size: int,
-        shuffle_buffer: int = 1000,
+        text_column: str = "text",
         tokenizer: str | None = None,
         begin: str | None = AUTO,
         end: str | None = AUTO,
         max_tokens: int | None = None,
-        eval_split: str | None = None,
-        eval_share: float = 0.0,
-        cache_dir: str | Path | None = None,
+        **stream: Any,
     ):
         self._tokenizer = load_tokenizer(tokenizer, begin, end)
         self.vocab_size = self._tokenizer.vocab_size
-        self._text_column, self._max_tokens = text_column, max_tokens
-        self._seq_len, self._batch_size = seq_len, batch_size
-        super().__init__(
-            name,
-            config_name,
-            split,
-            revision,
-            {"text_column": text_column},
-            seed=seed,
-            shuffle_buffer=shuffle_buffer,
-            eval_split=eval_split,
-            eval_share=eval_share,
-            cache_dir=cache_dir,
-        )
-        self._restart()
+        self._text_column, self._max_tokens, self._seq_len = text_column, max_tokens, seq_len
+        super().__init__(name, {"text_column": text_column}, **stream)
 
     def batch(self, index: int) -> torch.Tensor:
         """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU.
@@ -71,14 +48,7 @@ class HubText(HubStream):
         Raises:
             UserError: the text can no longer be read, or there is none.
         """
-        if index < self._next_index:
-            self._restart()
-        size = self._batch_size * self._seq_len
-        self._advance(skip=(index - self._next_index) * size, want=size + 1)
-        self._next_index = index + 1
-        tokens = self._buffer[: size + 1].astype(np.int64)
-        self._buffer = self._buffer[size:]  # the last label is the next batch's first input
-        return blocks_of(tokens, range(self._batch_size), self._seq_len)
+        return blocks_of(self._part_of(index).astype(np.int64), range(self._batch_size), self._seq_len)
 
     def eval_batches(self, count: int) -> list[torch.Tensor]:
         """Returns up to `count` batches of the held-out text, as it is stored: int64 [batch_size, seq_len + 1].
@@ -95,40 +65,26 @@ class HubText(HubStream):
         batches = [range(start, min(start + self._batch_size, available)) for start in starts]
         return [blocks_of(tokens, batch, self._seq_len) for batch in batches]
 
-    def _restart(self) -> None:
-        """Starts again from the first row of the first epoch."""
-        self._next_index = 0
-        self._buffer = np.empty(0, dtype=token_dtype(self.vocab_size))
-        self._arrays = self._all_epochs()
+    def _of_epoch(self, number: int) -> Iterator[np.ndarray]:
+        return limit_tokens(tokenise(self._epoch(number), self._tokenizer), self._max_tokens)
 
-    def _advance(self, *, skip: int, want: int) -> None:
-        """Drops `skip` tokens, then reads until the buffer has at least `want`."""
-        arrays = [self._buffer[skip:]]
-        skip -= min(skip, len(self._buffer))
-        num_tokens = len(arrays[0])
-        while num_tokens < want:
-            array = next(self._arrays)
-            dropped = min(skip, len(array))
-            skip -= dropped
-            if dropped < len(array):  # an empty slice would keep its whole array in memory
-                arrays.append(array[dropped:])
-                num_tokens += len(array) - dropped
-        self._buffer = np.concatenate(arrays)
+    def _parts_of_batches(self, stream: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yields the tokens of each batch; the last label of one is the first input of the next."""
+        size = self._batch_size * self._seq_len
+        arrays, count = [], 0
+        for array in stream:
+            arrays.append(array)
+            count += len(array)
+            if count > size:
+                tokens = np.concatenate(arrays)
+                while len(tokens) > size:
+                    yield tokens[: size + 1]
+                    tokens = tokens[size:]
+                arrays, count = [tokens], len(tokens)
 
-    def _all_epochs(self) -> Iterator[np.ndarray]:
-        """Yields arrays of tokens, epoch after epoch without end."""
-        epoch = 0
-        while True:
-            num_tokens = 0
-            for array in limit_tokens(tokenise(self._epoch(epoch), self._tokenizer), self._max_tokens):
-                num_tokens += len(array)
-                yield array
-            if not num_tokens:
-                raise UserError(
-                    f"dataset.name={self._name}: dataset.text_column={self._text_column} contains no text; "
-                    "choose another column or dataset"
-                )
-            epoch += 1
+    @property
+    def _nothing(self) -> str:
+        return f"dataset.text_column={self._text_column} contains no text; choose another column or dataset"
 
     def _example(self, row: dict[str, Any]) -> tuple[bytes, tuple[str, bool]] | None:
         text = row[self._text_column]

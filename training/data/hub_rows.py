@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,10 +30,10 @@ class HubStream(ABC):
 
     Args:
         name: `owner/name` on the Hub, or a local folder.
+        columns: {key: column that it names}, those that are read.
         config_name: the dataset's configuration (subset); None where it has only one.
         split: the name of the split.
         revision: a commit, tag or branch; a commit keeps batches the same when the owner adds rows.
-        columns: {key: column that it names}, those that are read.
         shuffle_buffer: the number of rows among which the next is drawn.
         eval_split: the name of the split to evaluate on, such as validation; None takes examples of `split`.
         eval_share: the share of the examples of `split` that is held out where `eval_split` is None, from 0 to 0.5.
@@ -44,22 +45,24 @@ class HubStream(ABC):
     """
 
     num_blocks = None
+    reads_hub = True
     otherwise: ClassVar[str]
     """what to do without the Hub, for messages"""
 
     def __init__(
         self,
         name: str,
-        config_name: str | None,
-        split: str,
-        revision: str | None,
         columns: Mapping[str, str],
         *,
         seed: int,
-        shuffle_buffer: int,
-        eval_split: str | None,
-        eval_share: float,
-        cache_dir: str | Path | None,
+        batch_size: int,
+        config_name: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        shuffle_buffer: int = 1000,
+        eval_split: str | None = None,
+        eval_share: float = 0.0,
+        cache_dir: str | Path | None = None,
     ):
         if not name:
             raise UserError("dataset.name is empty: give dataset.name=OWNER/NAME, a dataset on huggingface.co")
@@ -68,11 +71,44 @@ class HubStream(ABC):
             cache_dir = tempfile.mkdtemp(prefix="datasets-")
             weakref.finalize(self, shutil.rmtree, cache_dir, ignore_errors=True)
         self._name, self._columns = name, columns
+        self._seed, self._batch_size = seed, batch_size
         self._given = {"revision": revision, "folder": str(cache_dir), "otherwise": self.otherwise}
         self._config_name = config_name
         self._eval_split, self._eval_share = eval_split, eval_share if eval_split is None else 0.0
         self._stored = self._opened(split)
         self._rows = self._stored.shuffle(seed=seed & 0xFFFF_FFFF_FFFF_FFFF, buffer_size=shuffle_buffer)
+        self._next_index, self._parts = 0, self._parts_of_batches(self._all_epochs())
+
+    def _part_of(self, index: int) -> Any:
+        """Returns what batch `index` is made of. Raises UserError if that cannot be read, or there is nothing."""
+        if index < self._next_index:
+            self._next_index, self._parts = 0, self._parts_of_batches(self._all_epochs())
+        for _ in range(index - self._next_index):
+            next(self._parts)
+        self._next_index = index + 1
+        return next(self._parts)
+
+    def _all_epochs(self) -> Iterator[Any]:
+        for epoch in count():
+            is_empty = True
+            for each in self._of_epoch(epoch):
+                is_empty = False
+                yield each
+            if is_empty:
+                raise UserError(f"dataset.name={self._name}: {self._nothing}")
+
+    @property
+    @abstractmethod
+    def _nothing(self) -> str:
+        """What is wrong where an epoch is empty, and what to do, for a message."""
+
+    @abstractmethod
+    def _of_epoch(self, number: int) -> Iterator[Any]:
+        """Yields what `_epoch` does, in the form from which batches are made."""
+
+    @abstractmethod
+    def _parts_of_batches(self, stream: Iterator[Any]) -> Iterator[Any]:
+        """Divides what `_of_epoch` yields of one epoch after the other, without end, between batches."""
 
     @abstractmethod
     def _example(self, row: dict[str, Any]) -> tuple[bytes, Any] | None:

@@ -3,16 +3,14 @@
 import hashlib
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from training.data.corpus import import_datasets
 from training.data.hub_rows import HubStream
-from training.data.pictures import as_images, check_square, decoded, meta_images, square_of
+from training.data.pictures import Square, as_images, decoded, meta_images
 from training.errors import UserError
 
 
@@ -30,7 +28,6 @@ class ImageColumn(HubStream):
         size: height and width of an image in pixels.
         crop: "random" takes a new square of a picture in each epoch, "centre" the middle. Those held out are "centre".
         flip: whether half of the pictures are mirrored, others in each epoch.
-        seq_len: unused; every dataset accepts it.
     """
 
     otherwise = "or train on a local folder with dataset=images dataset.folder=PATH"
@@ -38,50 +35,27 @@ class ImageColumn(HubStream):
     def __init__(
         self,
         name: str,
-        config_name: str | None = None,
-        split: str = "train",
+        *,
         image_column: str = "image",
         label_column: str | None = "label",
         num_classes: int | None = None,
-        revision: str | None = None,
         size: int = 64,
         crop: str = "random",
         flip: bool = True,
-        *,
-        seed: int,
-        batch_size: int,
-        seq_len: int | None = None,
-        shuffle_buffer: int = 1000,
-        eval_split: str | None = None,
-        eval_share: float = 0.0,
-        cache_dir: str | Path | None = None,
+        **stream: Any,
     ):
-        check_square(size, crop)
         self._image_column, self._label_column = image_column, label_column
-        self._seed, self._batch_size = seed, batch_size
-        self._size, self._crop, self._flip = size, crop, flip
+        self._square = Square(size, crop, flip)
         columns = {"image_column": image_column, "label_column": label_column}
-        super().__init__(
-            name,
-            config_name,
-            split,
-            revision,
-            {key: column for key, column in columns.items() if column is not None},
-            seed=seed,
-            shuffle_buffer=shuffle_buffer,
-            eval_split=eval_split,
-            eval_share=eval_share,
-            cache_dir=cache_dir,
-        )
+        super().__init__(name, {key: column for key, column in columns.items() if column is not None}, **stream)
         self.num_classes = None if label_column is None else self._classes(num_classes)
-        self._restart()
 
     @staticmethod
     def meta_batch(
         rows: int, *, size: int = 64, label_column: str | None = "label", **_others: object
     ) -> dict[str, Tensor]:
         """Returns a batch of `rows` examples on the meta device, for these keys of the dataset's option."""
-        return meta_images(rows, size, label_column is not None)
+        return meta_images(rows, 3, size, size, labels=label_column is not None)
 
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU. Earlier calls do not change it.
@@ -89,12 +63,7 @@ class ImageColumn(HubStream):
         Raises:
             UserError: a picture or label cannot be used, the rows can no longer be read, or there are none.
         """
-        if index < self._next_index:
-            self._restart()
-        for _ in range((index - self._next_index) * self._batch_size):
-            next(self._examples)
-        self._next_index = index + 1
-        return self._batch_of(list(islice(self._examples, self._batch_size)))
+        return self._batch_of(self._part_of(index))
 
     def eval_batches(self, count: int) -> list[dict[str, Tensor]]:
         """Returns up to `count` batches of held-out pictures, as they are stored; the last may be smaller.
@@ -125,21 +94,17 @@ class ImageColumn(HubStream):
             )
         return known if given is None else given
 
-    def _restart(self) -> None:
-        """Starts again from the first row of the first epoch."""
-        self._next_index = 0
-        self._examples = self._all_epochs()
+    def _of_epoch(self, number: int) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+        """Yields examples with the integers of their variation."""
+        return ((each, (self._seed, place, number)) for place, each in enumerate(self._epoch(number)))
 
-    def _all_epochs(self) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-        """Yields rows with the integers of their variation, epoch after epoch without end."""
-        epoch = 0
+    def _parts_of_batches(self, stream: Iterator[Any]) -> Iterator[list[Any]]:
         while True:
-            number = -1
-            for number, row in enumerate(self._epoch(epoch)):
-                yield row, (self._seed, number, epoch)
-            if number < 0:
-                raise UserError(f"dataset.name={self._name}: no pictures to train on; choose another dataset")
-            epoch += 1
+            yield list(islice(stream, self._batch_size))
+
+    @property
+    def _nothing(self) -> str:
+        return "no pictures to train on; choose another dataset"
 
     def _example(self, row: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
         content = self._content(row[self._image_column])
@@ -167,12 +132,12 @@ class ImageColumn(HubStream):
         return label
 
     def _batch_of(self, examples: list[tuple[dict[str, Any], tuple[int, ...] | None]]) -> dict[str, Tensor]:
-        batch = {"images": as_images([self._square(row["image"], variation) for row, variation in examples])}
+        squares = [self._square.of(self._decoded(row["image"]), variation) for row, variation in examples]
+        batch = {"images": as_images(squares)}
         if self._label_column is not None:
             batch["labels"] = torch.tensor([row["label"] for row, _ in examples])
         return batch
 
-    def _square(self, content: bytes, variation: tuple[int, ...] | None) -> np.ndarray:
+    def _decoded(self, content: bytes) -> Any:
         # A picture in a column has no name; its hash finds it.
-        name = f"of {self._name} with SHA-256 {hashlib.sha256(content).hexdigest()}"
-        return square_of(decoded(content, name), self._size, variation, crop=self._crop == "random", flip=self._flip)
+        return decoded(content, f"of {self._name} with SHA-256 {hashlib.sha256(content).hexdigest()}")

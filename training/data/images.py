@@ -11,7 +11,7 @@ from torch import Tensor
 
 from training.data.examples import NumberedExamples
 from training.data.packing import epoch_order
-from training.data.pictures import as_images, check_square, decoded, meta_images, square_of
+from training.data.pictures import Square, as_images, decoded, meta_images
 from training.errors import UserError
 from training.runs.bounded_files import UnreadableError, opened
 from training.runs.files import home_expanded
@@ -35,7 +35,6 @@ class ImageFolder(NumberedExamples):
         crop: "random" takes a new square of a picture in each epoch, "centre" the middle. Those held out are "centre".
         flip: whether half of the pictures are mirrored, others in each epoch.
         eval_share: the share of the pictures, random ones, that is held out for evaluation.
-        seq_len, cache_dir: unused; every dataset accepts them.
 
     Attributes:
         num_classes: the number of class folders; None without labels.
@@ -54,11 +53,9 @@ class ImageFolder(NumberedExamples):
         *,
         seed: int,
         batch_size: int,
-        seq_len: int | None = None,
         eval_share: float = 0.0,
-        cache_dir: str | Path | None = None,
     ):
-        check_square(size, crop)
+        self._square = Square(size, crop, flip)
         self._root = _existing(folder)
         self._files = _pictures_below(self._root)
         if not self._files:
@@ -77,9 +74,6 @@ class ImageFolder(NumberedExamples):
             )
         self.num_classes = len(classes) if labels else None
         self._class_of = {name: number for number, name in enumerate(classes)}
-        self._size = size
-        self._crop = crop
-        self._flip = flip
         # The last of them are held out. In the order of names these would be those of one class.
         self._order = epoch_order(len(self._files), HELD_OUT, 0)
         super().__init__(len(self._files), seed=seed, batch_size=batch_size, eval_share=eval_share)
@@ -87,12 +81,13 @@ class ImageFolder(NumberedExamples):
     @staticmethod
     def meta_batch(rows: int, *, size: int = 64, labels: bool = True, **_others: object) -> dict[str, Tensor]:
         """Returns a batch of `rows` examples on the meta device, for these keys of the dataset's option."""
-        return meta_images(rows, size, labels)
+        return meta_images(rows, 3, size, size, labels=labels)
 
     @cached_property
     def data_sha256(self) -> str:
         """The SHA-256 of names and lengths of all files, and of how they are cut. Their contents are not read."""
-        digest = hashlib.sha256(f"{self._size} {self._crop} {self._flip} {self._count}".encode())
+        square = self._square
+        digest = hashlib.sha256(f"{square.size} {square.crop} {square.flip} {self._count}".encode())
         for file in self._files:
             digest.update(f"\n{file} {(self._root / file).stat().st_size}".encode(errors="surrogateescape"))
         return digest.hexdigest()
@@ -103,21 +98,22 @@ class ImageFolder(NumberedExamples):
         Raises UserError naming a picture that cannot be used.
         """
         files = [self._files[self._order[number]] for number in numbers]
-        squares = [self._square(*which) for which in zip(files, numbers, epochs, strict=True)]
+        squares = [
+            self._square.of(self._decoded(file), None if epoch < 0 else (self._seed, number, epoch))
+            for file, number, epoch in zip(files, numbers, epochs, strict=True)
+        ]
         batch = {"images": as_images(squares)}
         if self.num_classes is not None:
             batch["labels"] = torch.tensor([self._class_of[file.partition("/")[0]] for file in files])
         return batch
 
-    def _square(self, file: str, number: int, epoch: int):
+    def _decoded(self, file: str):
         path = self._root / file
         try:
             with opened(path) as content:
-                image = decoded(content, str(path))
+                return decoded(content, str(path))
         except UnreadableError as error:
             raise UserError(f"dataset: cannot use the picture {path}: {error}; repair or remove it") from None
-        variation = None if epoch < 0 else (self._seed, number, epoch)
-        return square_of(image, self._size, variation, crop=self._crop == "random", flip=self._flip)
 
 
 def _existing(folder: str | Path) -> Path:

@@ -1,6 +1,7 @@
 """Decodes picture files that others made, and cuts a square from each."""
 
 import io
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
@@ -51,40 +52,58 @@ def decoded(source: BinaryIO | bytes, name: str):
         raise UserError(f"dataset: cannot use the picture {name}: {reason}; repair or remove it") from error
 
 
-def square_of(image, size: int, variation: tuple[int, ...] | None, *, crop: bool, flip: bool) -> np.ndarray:
-    """Resizes the short side of a Pillow image to `size`, and cuts a square: uint8 [3, size, size].
+@dataclass(frozen=True)
+class Square:
+    """Resizes the short side of pictures to `size`, and cuts a square from each.
 
-    Args:
-        variation: the random square, and whether it is mirrored, depend on these integers alone. None takes the middle,
-            as it is.
-        crop: whether the square is random; otherwise it is the middle.
-        flip: whether every second image is mirrored.
+    Attributes:
+        crop: "random" for a square that depends on the variation, or "centre" for the middle.
+        flip: whether every second picture is mirrored.
+
+    Raises:
+        UserError: a value is out of range.
     """
-    from PIL import Image
 
-    width, height = image.size
-    short = min(width, height)
-    # At least `size`, which rounding might miss.
-    resized = max(size, round(width * size / short)), max(size, round(height * size / short))
-    left, top = (resized[0] - size) // 2, (resized[1] - size) // 2
-    mirrored = False
-    if variation is not None:
-        right, below, turned = (int(word) for word in random_words(3, CROPS, *variation))
-        if crop:
-            left, top = right % (resized[0] - size + 1), below % (resized[1] - size + 1)
-        # The highest bit: the lowest ones of a generator are its worst.
-        mirrored = flip and bool(turned >> 63)
-    if resized[0] * resized[1] <= MAX_PIXELS:
-        image = image.resize(resized, Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
-    else:
-        # All of a long and thin picture would fill the memory: the square alone is made.
-        across, down = width / resized[0], height / resized[1]
-        box = left * across, top * down, min((left + size) * across, width), min((top + size) * down, height)
-        image = image.resize((size, size), Image.Resampling.BICUBIC, box)
-    levels = np.asarray(image)
-    if mirrored:
-        levels = levels[:, ::-1]
-    return np.ascontiguousarray(levels.transpose(2, 0, 1))
+    size: int = 64
+    crop: str = "random"
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= 8192:
+            raise UserError(f"dataset.size={self.size}: must be at least 1 and at most 8192 pixels")
+        if self.crop not in ("random", "centre"):
+            raise UserError(f"dataset.crop={self.crop}: must be random or centre")
+
+    def of(self, image, variation: tuple[int, ...] | None) -> np.ndarray:
+        """Returns the square of a Pillow image: uint8 [3, size, size].
+
+        Place and mirroring depend on the integers of `variation` alone. None takes the middle, as it is.
+        """
+        from PIL import Image
+
+        size, (width, height) = self.size, image.size
+        short = min(width, height)
+        # At least `size`, which rounding might miss.
+        resized = max(size, round(width * size / short)), max(size, round(height * size / short))
+        left, top = (resized[0] - size) // 2, (resized[1] - size) // 2
+        mirrored = False
+        if variation is not None:
+            right, below, turned = (int(word) for word in random_words(3, CROPS, *variation))
+            if self.crop == "random":
+                left, top = right % (resized[0] - size + 1), below % (resized[1] - size + 1)
+            # The highest bit: the lowest ones of a generator are its worst.
+            mirrored = self.flip and bool(turned >> 63)
+        if resized[0] * resized[1] <= MAX_PIXELS:
+            image = image.resize(resized, Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
+        else:
+            # All of a long and thin picture would fill the memory: the square alone is made.
+            across, down = width / resized[0], height / resized[1]
+            box = left * across, top * down, min((left + size) * across, width), min((top + size) * down, height)
+            image = image.resize((size, size), Image.Resampling.BICUBIC, box)
+        levels = np.asarray(image)
+        if mirrored:
+            levels = levels[:, ::-1]
+        return np.ascontiguousarray(levels.transpose(2, 0, 1))
 
 
 def as_images(squares: list[np.ndarray]) -> Tensor:
@@ -92,17 +111,9 @@ def as_images(squares: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack(squares)).float().div_(127.5).sub_(1)
 
 
-def meta_images(rows: int, size: int, labels: bool) -> dict[str, Tensor]:
-    """Returns a batch of pictures on the meta device: `images` as `as_images` makes them, and `labels` int64 [rows]."""
-    batch = {"images": torch.empty((rows, 3, size, size), device="meta")}
+def meta_images(rows: int, *shape: int, labels: bool) -> dict[str, Tensor]:
+    """Returns a batch of pictures on the meta device: `images`, float32 [rows, *shape], and `labels` int64 [rows]."""
+    batch = {"images": torch.empty((rows, *shape), device="meta")}
     if labels:
         batch["labels"] = torch.empty(rows, dtype=torch.int64, device="meta")
     return batch
-
-
-def check_square(size: int, crop: str) -> None:
-    """Raises UserError for a side of images that is out of range, or a crop that is none."""
-    if not 1 <= size <= 8192:
-        raise UserError(f"dataset.size={size}: must be at least 1 and at most 8192 pixels")
-    if crop not in ("random", "centre"):
-        raise UserError(f"dataset.crop={crop}: must be random or centre")

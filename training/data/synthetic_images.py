@@ -1,20 +1,18 @@
 """Random numbers in the shape of images, latents and their conditions: for measuring speed."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from training.data.examples import RandomBatches
 from training.data.packing import random_words
 from training.errors import UserError
 
-# In the key of random numbers: those of evaluation.
-EVALUATION = 1
 IMAGES, LABELS = "images", "labels"
 
 
-class SyntheticImages:
+class SyntheticImages(RandomBatches):
     """Normally distributed random numbers, new ones in every batch. The loss means nothing.
 
     A batch has `images`, float32 [B, *shape], with classes `labels`, int64 [B], and a tensor float32 [B, ...] for each
@@ -24,13 +22,10 @@ class SyntheticImages:
         shape: of one image: [3, 256, 256], of latents [4, 32, 32], of a video [128, 8, 16, 24].
         num_classes: labels are below this; null for none.
         condition: the shapes of further tensors by their names, as in {encoder_hidden_states: [77, 2048]}.
-        seq_len, cache_dir: unused; every dataset accepts them.
 
     Raises:
         UserError: a shape has no numbers, or a name is taken.
     """
-
-    num_blocks = None
 
     def __init__(
         self,
@@ -40,8 +35,6 @@ class SyntheticImages:
         *,
         seed: int,
         batch_size: int,
-        seq_len: int | None = None,
-        cache_dir: str | Path | None = None,
     ):
         self._shapes = _shapes(shape, condition)
         if num_classes is not None and num_classes < 1:
@@ -65,14 +58,6 @@ class SyntheticImages:
         if num_classes is not None:
             batch[LABELS] = torch.empty(rows, dtype=torch.int64, device="meta")
         return batch
-
-    def batch(self, index: int) -> dict[str, Tensor]:
-        """Returns batch `index` >= 0 on the CPU: a pure function of seed and index."""
-        return self._drawn(index)
-
-    def eval_batches(self, count: int) -> list[dict[str, Tensor]]:
-        """Returns `count` batches that `batch` does not have, on the CPU."""
-        return [self._drawn(index, EVALUATION) for index in range(count)]
 
     def _drawn(self, *key: int) -> dict[str, Tensor]:
         seed = int(random_words(1, self._seed, *key)[0]) & 0x7FFF_FFFF_FFFF_FFFF

@@ -90,8 +90,8 @@ from tests.training.helpers.pretrained_folder import small_tokenizer
 from training.data.datasets import StdlibText, SyntheticTokens, TextFiles
 from training.data.tokenizer import load_tokenizer
 
-def digests(corpus, tokenizer, order, **options):
-    sizes = {"seed": 3, "seq_len": 16, "batch_size": 4} | options
+def digests(corpus, tokenizer, order):
+    sizes = {"seed": 3, "seq_len": 16, "batch_size": 4}
     datasets = [
         StdlibText(**sizes, max_tokens=100_000),
         TextFiles(corpus, **sizes),
@@ -141,7 +141,7 @@ def test_batches_are_the_same_in_another_process_and_nothing_is_left_behind(
 
     folder = tmp_path / "other"
     folder.mkdir()
-    call = f"print(digests(*{corpus!r}, [4, 2, 0, 3, 1], cache_dir={str(folder / 'run' / 'datasets')!r}))"
+    call = f"print(digests(*{corpus!r}, [4, 2, 0, 3, 1]))"
     one_thread = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     printed = run_python(DIGESTS + call, folder, PYTHONHASHSEED="12345", LC_ALL="C", **one_thread)
     assert printed.strip() == str(expected)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from training.data import pictures
-from training.data.pictures import as_images, decoded, meta_images, square_of
+from training.data.pictures import Square, as_images, decoded
 from training.errors import UserError
 
 
@@ -91,7 +91,7 @@ def test_a_huge_file_is_refused(monkeypatch) -> None:
 
 
 def test_the_middle_is_cut_from_the_resized_picture() -> None:
-    square = square_of(gradient(10, 4), 4, None, crop=True, flip=True)
+    square = Square(4).of(gradient(10, 4), None)
     assert square.shape == (3, 4, 4)
     assert square[0, 0].tolist() == [3, 4, 5, 6]
     assert square[1, :, 0].tolist() == [0, 1, 2, 3]
@@ -99,26 +99,26 @@ def test_the_middle_is_cut_from_the_resized_picture() -> None:
 
 @pytest.mark.parametrize("size", [(10, 4), (4, 10), (7, 7), (3, 1000)])
 def test_the_short_side_decides(size: tuple[int, int]) -> None:
-    assert square_of(gradient(*size), 5, (0, 1), crop=True, flip=True).shape == (3, 5, 5)
+    assert Square(5).of(gradient(*size), (0, 1)).shape == (3, 5, 5)
 
 
-def squares(**options: bool) -> list[np.ndarray]:
-    return [square_of(gradient(40, 8), 8, (0, number, 0), **options) for number in range(60)]
+def squares(crop: str, flip: bool) -> list[np.ndarray]:
+    return [Square(8, crop, flip).of(gradient(40, 8), (0, number, 0)) for number in range(60)]
 
 
 def test_random_squares_and_mirrors() -> None:
-    rising = [bool(square[0, 0, 0] < square[0, 0, 1]) for square in squares(crop=True, flip=True)]
+    rising = [bool(square[0, 0, 0] < square[0, 0, 1]) for square in squares(crop="random", flip=True)]
     assert 15 < sum(rising) < 45
-    left_edges = {int(square[0, 0].min()) for square in squares(crop=True, flip=False)}
+    left_edges = {int(square[0, 0].min()) for square in squares(crop="random", flip=False)}
     assert left_edges <= set(range(33))
     assert len(left_edges) > 15
-    assert len({square.tobytes() for square in squares(crop=False, flip=True)}) == 2
-    assert len({square.tobytes() for square in squares(crop=False, flip=False)}) == 1
+    assert len({square.tobytes() for square in squares(crop="centre", flip=True)}) == 2
+    assert len({square.tobytes() for square in squares(crop="centre", flip=False)}) == 1
 
 
 def test_variations_depend_on_their_integers_alone() -> None:
     image = gradient(40, 8)
-    first, again, other = (square_of(image, 8, key, crop=True, flip=True) for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)))
+    first, again, other = (Square(8).of(image, key) for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)))
     assert (first == again).all()
     assert not (first == other).all()
 
@@ -129,19 +129,14 @@ def test_levels_become_minus_one_to_one() -> None:
     assert torch.allclose(images[:, 0, 0, 0], torch.tensor([-1.0, -0.6, 1.0]))
 
 
-def test_meta_batches() -> None:
-    assert list(meta_images(2, 8, labels=False)) == ["images"]
-    assert meta_images(2, 8, labels=True)["labels"].dtype == torch.int64
-
-
 @pytest.mark.parametrize("variation", [None, (3,)])
 def test_the_square_of_a_long_picture_is_made_alone(variation: tuple | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    image, options = gradient(250, 9), {"crop": True, "flip": True}
-    whole = square_of(image, 6, variation, **options).astype(int)
+    image = gradient(250, 9)
+    whole = Square(6).of(image, variation).astype(int)
     monkeypatch.setattr(pictures, "MAX_PIXELS", 500)
-    alone = square_of(image, 6, variation, **options).astype(int)
+    alone = Square(6).of(image, variation).astype(int)
     # The last bits differ: there the square is cut before it is scaled.
     assert abs(alone - whole).max() <= 1
     # Scaled as a whole this one would take 1.2 TB.
     monkeypatch.undo()
-    assert square_of(Image.new("RGB", (1, 100_000)), 2048, (5,), **options).shape == (3, 2048, 2048)
+    assert Square(2048).of(Image.new("RGB", (1, 100_000)), (5,)).shape == (3, 2048, 2048)

@@ -50,6 +50,7 @@ class OfMessages(ABC):
         UserError: a row cannot be read or rendered, or nothing is left to train on.
     """
 
+    reads_hub = True
     noun: ClassVar[str]
     more_columns: ClassVar[tuple[str, ...]] = ()
     parts: ClassVar[tuple[str, ...]] = ("",)
