@@ -124,7 +124,8 @@ class HostAdamW(torch.optim.AdamW):
         self.device_share = bytes_or("auto", "device_share", device_share)
         self.speculate, self._all_decay = speculate, decay_norms_and_biases
         self._claimed: set[Tensor] = set()
-        self._deferral: Deferral | None = None
+        self.deferral: Deferral | None = None
+        """`step` offers its updates to this first, which may end later; None: `step` makes all itself"""
         super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         self.states = States(self.format, self.state)
         if any(parameter.requires_grad and parameter.device.type == "cpu" for parameter in self._members):
@@ -164,20 +165,11 @@ class HostAdamW(torch.optim.AdamW):
             if not self.skip():
                 raise RuntimeError(f"GradScaler skips this step: {BEGUN}")
             return loss
-        if self._deferral is not None:
-            self._deferral.offer_all(scale * factor)
+        if self.deferral is not None:
+            self.deferral.offer_all(scale * factor)
         self.update(self._members, scale * factor)
         self._claimed.clear()
         return loss
-
-    @property
-    def is_deferred(self) -> bool:
-        """True if something makes its updates beside the step."""
-        return self._deferral is not None
-
-    def defer_to(self, updates: Deferral | None) -> None:
-        """Makes `step` offer its updates to `updates` first, which may end later; None: `step` makes all itself."""
-        self._deferral = updates
 
     def leave_cores(self, count: int) -> None:
         """Makes updates run on all of this process's `cores` but `count`; these are None where `threads` was given."""
@@ -192,8 +184,8 @@ class HostAdamW(torch.optim.AdamW):
 
     def finish(self) -> None:
         """Waits for updates that are under way."""
-        if self._deferral is not None:
-            self._deferral.finish()
+        if self.deferral is not None:
+            self.deferral.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in the layout of torch.optim.AdamW, after the updates that are under way."""
@@ -206,8 +198,8 @@ class HostAdamW(torch.optim.AdamW):
 
         Returns True if none stays.
         """
-        if self._deferral is not None:
-            self._deferral.skip()
+        if self.deferral is not None:
+            self.deferral.skip()
         final, self._claimed = self._claimed, set()
         return not final
 
@@ -304,7 +296,7 @@ class HostAdamW(torch.optim.AdamW):
         self.finish()
         names = ["threads", "cores", "device_share", "format", "speculate", "_claimed", "_members", "_all_decay"]
         # A copy makes its updates itself.
-        own = {"_deferral": None, "states": States(self.format, self.state)}
+        own = {"deferral": None, "states": States(self.format, self.state)}
         return super().__getstate__() | {name: getattr(self, name) for name in names} | own
 
 

@@ -40,7 +40,7 @@ class Overlap(Updates):
     """
 
     def __init__(self, optimizer: HostAdamW, streamer: WeightStreamer, early: bool, device_share: int = 0):
-        if optimizer.is_deferred:
+        if optimizer.deferral is not None:
             raise RuntimeError(
                 "a mode makes the updates of this optimizer already: give each model that is attached an optimizer of"
                 " its own, or detach the other mode first"
@@ -61,7 +61,7 @@ class Overlap(Updates):
                 window.module.register_load_state_dict_pre_hook,
             )
         ]
-        optimizer.defer_to(self)
+        optimizer.deferral = self
 
     def place_states(self, nbytes: int) -> None:
         """Keeps the states of the first units that fit into `nbytes` on the device from now on; between steps."""
@@ -158,7 +158,7 @@ class Overlap(Updates):
         """
         self._worker.close()
         self._device.finish()
-        self._optimizer.defer_to(None)
+        self._optimizer.deferral = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

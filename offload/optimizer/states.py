@@ -27,16 +27,6 @@ MARKED = 16
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def require_host_memory(parameters: Iterable[Tensor], format: StateFormat) -> None:
-    """Raises MemoryError with both sizes if the host has no room for the states beside these `parameters`."""
-    needed, free = state_bytes(parameters, format), free_host_bytes()
-    if free is not None and needed > free:
-        raise MemoryError(
-            f"{needed / GIB:.2f} GiB of host memory are needed for the optimizer's states,"
-            f" {free / GIB:.2f} GiB are free"
-        )
-
-
 class States:
     """The states of an optimizer's parameters, `tensors`: this process's own, or `SharedStates`.
 
@@ -69,7 +59,12 @@ class States:
             self._shared.allocate()
         missing = [p for p in parameters if p.requires_grad and not self.tensors.get(p)]
         on_host = [p for p in missing if p.device.type == "cpu" and self._of(p) is self._own and not self.is_placed(p)]
-        require_host_memory(on_host, self._format)
+        needed, free = state_bytes(on_host, self._format), free_host_bytes()
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"{needed / GIB:.2f} GiB of host memory are needed for the optimizer's states,"
+                f" {free / GIB:.2f} GiB are free"
+            )
         for parameter in missing:
             self._of(parameter).prepare(parameter, self.tensors[parameter])
         if self._shared is not None:

@@ -29,8 +29,7 @@ from offload.planning.cost_model import (
 from offload.planning.dry_run import DryRun, Phase, dry_run, dry_run_forwards, left_as_found
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
-from offload.planning.planned_sharers import PlannedSharers
-from offload.planning.simulated_streams import SimulatedStreams, Work
+from offload.planning.simulated_streams import PlannedSharers, SimulatedStreams, Work
 from offload.speculation.undo_log import bytes_of_logs, can_be_undone, log_bytes
 from offload.weights.gradients.final import NotFinalError
 from offload.weights.streamer import GRADIENT_SLOTS

@@ -20,8 +20,7 @@ from offload.activations.checkpointing import recompute
 from offload.modes.mode import Mode
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
-from offload.planning.planned_sharers import PlannedSharers
-from offload.planning.simulated_streams import SimulatedStreams
+from offload.planning.simulated_streams import PlannedSharers, SimulatedStreams
 from offload.sharing.sharers import NO_SHARERS
 from offload.streams.stream_checker import CheckedStreams
 from offload.torch_private.block_attributes import restore

@@ -12,7 +12,7 @@ Read `sharers` first, then `gather_filler` (how units come in) and `summing` (ho
 """
 
 from offload.sharing.buckets import GradientBucket, gradient_buckets, separate_gradients
-from offload.sharing.exchange_board import ExchangeBoard
+from offload.sharing.shared_memory import ExchangeBoard
 from offload.sharing.sharers import NO_SHARERS, OWN_HOMES, SharerLostError, Sharers, meet
 
 __all__ = [

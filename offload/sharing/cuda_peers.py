@@ -18,10 +18,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 import offload.sharing.cuda_driver as cuda_driver
-from offload.memory.page_locks import lock_pages, unlock_pages
-from offload.sharing.processes import LOOK_EVERY_S, Processes
+from offload.memory.host_memory import lock_pages, unlock_pages
 from offload.sharing.remote_memory import Numbers, Part, has_come
-from offload.sharing.sharers import SharerLostError, Sharers, exchange_bytes
+from offload.sharing.sharers import LOOK_EVERY_S, Processes, SharerLostError, Sharers, exchange_bytes
 from offload.streams.registry import Streams
 from offload.torch_private import torch_internals
 from offload.torch_private.tensor_parts import is_as_stored

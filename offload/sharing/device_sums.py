@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload.sharing.buckets import GradientBucket
 from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import Sharers
-from offload.sharing.sum_ring import SumRing
+from offload.sharing.sum_memory import SumRing
 from offload.streams.deferred_free import PendingFree
 from offload.streams.points import Points
 from offload.streams.registry import Event, Streams

@@ -20,8 +20,7 @@ from offload.sharing.links import links_of
 from offload.sharing.shared_memory import in_pages, share_memory
 from offload.sharing.sharers import OWN_HOMES, Sharers, meet
 from offload.sharing.slices import check_divisible, slices_of
-from offload.sharing.sum_layout import SumHome, SumLayout
-from offload.sharing.sum_ring import SumRing, ring_bytes
+from offload.sharing.sum_memory import SumHome, SumLayout, SumRing, ring_bytes
 from offload.sharing.summing import GradientSum
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer, profiled

@@ -12,9 +12,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from offload.sharing.processes import Processes
 from offload.sharing.shared_memory import in_pages, share_memory
-from offload.sharing.sharers import Sharers
+from offload.sharing.sharers import Processes, Sharers
 from offload.torch_private.torch_internals import copy_each
 
 # Each number is alone in a cache line, which one process writes and one reads.

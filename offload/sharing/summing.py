@@ -16,8 +16,7 @@ from offload.norms import l2_norm
 from offload.sharing.device_sums import NOTHING, SUMS_AT_ONCE, DeviceSums, offer
 from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import OWN_HOMES, Sharers
-from offload.sharing.sum_layout import SumHome, SumLayout
-from offload.sharing.sum_ring import SumRing
+from offload.sharing.sum_memory import SumHome, SumLayout, SumRing
 from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.points import Points
 from offload.streams.registry import Streams

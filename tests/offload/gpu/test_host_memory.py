@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload.memory.host_memory import HostArena
+from offload.memory.host_memory import HostArena, lock_pages, unlock_pages
 from offload.memory.limits import free_host_bytes
-from offload.memory.page_locks import lock_pages, unlock_pages
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.none import Resident
 from offload.streams import registry

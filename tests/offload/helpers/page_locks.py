@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.memory import page_locks
+from offload.memory import host_memory
 from offload.memory.host_memory import HostArena
 
 ALREADY_REGISTERED = 712
@@ -45,7 +45,7 @@ class FakeRuntime:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.calls.append("synchronize"))
-        monkeypatch.setattr(page_locks, "clear_cuda_error", self._clear)
+        monkeypatch.setattr(host_memory, "clear_cuda_error", self._clear)
 
     def install_for_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As `install`, and has the arenas of modes that run on the CPU lock their pages, too."""

@@ -15,8 +15,7 @@ import torch
 
 from offload.sharing import links
 from offload.sharing.cuda_driver import DriverError
-from offload.sharing.processes import Processes
-from offload.sharing.sharers import SharerLostError
+from offload.sharing.sharers import Processes, SharerLostError
 
 # Longer than any of their calls takes.
 LIMIT_S = 300

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import nn
 
-from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, aligned
+from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, aligned, lock_pages, unlock_pages
 from offload.modes.bounce_linear import BounceLinear
 from tests import ROOT
 from tests.offload.helpers.models import Stack, attached
-from tests.offload.helpers.page_locks import FakeRuntime, is_mapped
+from tests.offload.helpers.page_locks import ALREADY_REGISTERED, FakeRuntime, is_mapped
 
 GPU = torch.device("cuda")
 
@@ -41,14 +41,11 @@ def test_blocks_have_the_exact_size_and_outlive_the_arena():
     assert not block.bytes.any()
     assert (arena.pinned_bytes, arena.pageable_bytes) == (0, 5000)
     view = block.bytes[:4].view(torch.float32).fill_(3)
+    assert arena.allocate(0, "nothing").bytes.numel() == 0
     arena.close()
     del block
     gc.collect()
     assert view.item() == 3
-
-
-def test_an_empty_block_is_allowed():
-    assert HostArena(torch.device("cpu")).allocate(0, "nothing").bytes.numel() == 0
 
 
 def test_memory_goes_back_to_the_system():
@@ -152,18 +149,6 @@ def test_memory_is_unlocked_before_it_is_unmapped_when_its_last_tensor_goes(
     assert runtime.ranges == {}
     assert not is_mapped(address)
     assert arena.pinned_bytes == 0
-
-
-def test_dropped_memory_is_locked_again_at_the_same_address(runtime: FakeRuntime):
-    addresses = set()
-    for _ in range(10):
-        block = HostArena(GPU).allocate(2**24, "weights")
-        addresses.add(block.bytes.data_ptr())
-        assert runtime.ranges == {block.bytes.data_ptr(): 2**24}
-        del block
-    # The system hands out the address that has become free.
-    assert len(addresses) < 10
-    assert runtime.unmapped == []
 
 
 def test_memory_of_a_dropped_arena_stays_locked_while_a_tensor_views_it(runtime: FakeRuntime):
@@ -309,3 +294,41 @@ def test_a_piece_has_a_storage_of_its_own_over_the_memory_of_the_block():
     del block
     gc.collect()
     assert (piece == 7).all()
+
+
+# Page locks by themselves.
+
+
+@pytest.fixture
+def pages() -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, 8192), dtype=torch.uint8)
+
+
+def test_a_refusal_is_told_and_leaves_no_error(runtime: FakeRuntime, pages: torch.Tensor):
+    assert lock_pages(pages.data_ptr(), 8192, GPU) is None
+    refusal = lock_pages(pages.data_ptr() + 4096, 4096, GPU)
+    assert refusal == f"the text of {ALREADY_REGISTERED}, CUDA error {ALREADY_REGISTERED}"
+    assert runtime.pending == 0
+
+
+def test_unlocking_what_is_not_locked_leaves_no_error(runtime: FakeRuntime, pages: torch.Tensor):
+    unlock_pages(pages.data_ptr(), GPU, wait=False)
+    assert runtime.calls == ["unregister", "clear"]
+    assert runtime.pending == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("an illegal memory access"), KeyboardInterrupt()])
+def test_pages_are_unlocked_also_where_the_wait_fails(
+    runtime: FakeRuntime, pages: torch.Tensor, monkeypatch: pytest.MonkeyPatch, error: BaseException
+):
+    def fail(device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    lock_pages(pages.data_ptr(), 8192, GPU)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            unlock_pages(pages.data_ptr(), GPU, wait=True)
+    else:
+        unlock_pages(pages.data_ptr(), GPU, wait=True)
+    assert runtime.ranges == {}

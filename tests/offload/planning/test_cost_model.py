@@ -25,12 +25,6 @@ def times(*phases: Phase, **update) -> tuple[float, str]:
     return pytest.approx(found.step_ms), found.bound
 
 
-def test_two_ways_at_once_are_slower():
-    assert BUS.two_way_ms(10 * GB, 0) == pytest.approx(200)
-    assert BUS.two_way_ms(0, 10 * GB) == pytest.approx(250)
-    assert BUS.two_way_ms(10 * GB, 8 * GB) == pytest.approx(8e3 / 30 + 2e3 / 50)
-
-
 def test_the_floor_is_the_slowest_part():
     assert floor_ms(BUS, 10 * GB, 2 * GB, flops=1e11, peak_flops_per_s=1e12) == pytest.approx(200)
     assert floor_ms(BUS, 10 * GB, 9 * GB, flops=1e11, peak_flops_per_s=1e12) == pytest.approx(225)

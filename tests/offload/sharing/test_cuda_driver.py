@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload.memory.page_locks import lock_pages, unlock_pages
+from offload.memory.host_memory import lock_pages, unlock_pages
 from offload.sharing import cuda_driver
 from offload.sharing.cuda_driver import DriverError
 

@@ -14,9 +14,8 @@ import torch
 from offload.sharing import cuda_driver, cuda_peers
 from offload.sharing.cuda_driver import DriverError
 from offload.sharing.cuda_peers import CudaPeers, fixed_segments
-from offload.sharing.processes import Processes
 from offload.sharing.remote_memory import Part
-from offload.sharing.sharers import SharerLostError
+from offload.sharing.sharers import Processes, SharerLostError
 from offload.torch_private import torch_internals
 from tests import ROOT
 from tests.offload.helpers.cuda_driver import FakeDriver

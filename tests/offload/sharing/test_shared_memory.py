@@ -1,22 +1,29 @@
-"""Memory that several processes map: the same bytes for all, out of reach of others, and gone with the last of them."""
+"""Memory that several processes map, and exchanges of numbers through it; a process that ends or hangs is named."""
 
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
+import random
 import re
+import signal
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
 
 from offload.memory.host_memory import HostArena
 from offload.sharing import shared_memory
-from offload.sharing.shared_memory import in_pages, share_memory
-from offload.sharing.sharers import NO_SHARERS
+from offload.sharing.shared_memory import MOST_NUMBERS, ExchangeBoard, in_pages, share_memory
+from offload.sharing.sharers import NO_SHARERS, SharerLostError
 from tests import ROOT
 from tests.offload.helpers.open_files import open_files
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers, homes_in_use
@@ -108,3 +115,154 @@ def test_the_memory_is_gone_after_a_kill():
         finally:
             holder.kill()
     assert not files & homes_in_use()
+
+
+COUNT = 3
+
+
+def test_each_gets_the_numbers_of_all_in_each_exchange():
+    def work(sharers: ThreadSharers) -> list[list[list[int]]]:
+        board, generator, found = ExchangeBoard(sharers), random.Random(sharers.rank), []
+        for number in range(50):
+            if generator.random() < 0.2:
+                time.sleep(0.002)
+            found.append(board.exchange([number, sharers.rank, -(2**40)], limit_s=300))
+        return found
+
+    for found in as_sharers(COUNT, work):
+        assert found == [[[number, rank, -(2**40)] for rank in range(COUNT)] for number in range(50)]
+
+
+def test_exchanges_of_other_lengths_are_seen():
+    def work(sharers: ThreadSharers) -> list[list[int]]:
+        return ExchangeBoard(sharers).exchange([7] * sharers.rank, limit_s=300)
+
+    assert as_sharers(COUNT, work) == [[[], [7], [7, 7]]] * COUNT
+
+
+def test_a_row_that_is_not_whole_is_not_read():
+    """As another processor may see it that has the number of an exchange before its other words."""
+
+    def work(sharers: ThreadSharers) -> None:
+        board = ExchangeBoard(sharers)
+        board.exchange([1, 2], limit_s=300)
+        sharers.laid_down(None)
+        if sharers.rank == 0:
+            start = board._row(0)
+            board._words[start + 2] = 9
+            assert board._read(0) is None
+            board._words[start + 1] = 2**40
+            assert board._read(0) is None
+        sharers.laid_down(None)
+
+    as_sharers(2, work)
+
+
+def test_more_numbers_than_a_row_has_are_refused():
+    with pytest.raises(ValueError, match=r"^14 numbers are more than a row"):
+        as_sharers(1, lambda sharers: ExchangeBoard(sharers).exchange([0] * (MOST_NUMBERS + 1), limit_s=1))
+
+
+class Piped:
+    """Sharers of two processes whose patient exchanges go through a pipe."""
+
+    count, first, hosts = 2, 0, 1
+
+    def __init__(self, rank: int, pipe: Any):
+        self.rank, self._pipe = rank, pipe
+
+    def exchange(
+        self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
+    ) -> list[list[int]]:
+        self._pipe.send(list(numbers))
+        both = [list(numbers), self._pipe.recv()]
+        return both if self.rank == 0 else both[::-1]
+
+
+def _other(pipe: Any, ready: Barrier, exchanges: int) -> None:
+    board = ExchangeBoard(Piped(1, pipe))
+    for number in range(exchanges):
+        board.exchange([number], limit_s=300)
+    ready.wait()
+    time.sleep(600)
+
+
+def _exchanging(rank: int, pipes: list[Any], found: Any) -> None:
+    """Exchanges until another is lost; then says which, and whether it has ended."""
+    board = ExchangeBoard(Meeting(rank, pipes))
+    pipes[rank].send("ready")
+    try:
+        number = 0
+        while True:
+            number += 1
+            assert board.exchange([number, rank], limit_s=300) == [[number, other] for other in range(COUNT)]
+    except SharerLostError as error:
+        found.send((error.rank, error.hangs))
+
+
+class Meeting:
+    """Sharers whose patient exchanges go through the process that has started them."""
+
+    count, first, hosts = COUNT, 0, 1
+
+    def __init__(self, rank: int, pipes: list[Any]):
+        self.rank, self._pipe = rank, pipes[rank]
+
+    def exchange(
+        self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
+    ) -> list[list[int]]:
+        self._pipe.send(list(numbers))
+        return self._pipe.recv()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_process_that_is_killed_at_any_moment_is_named_and_its_memory_is_gone(seed: int):
+    generator, context = random.Random(seed), multiprocessing.get_context("fork")
+    pipes, others = zip(*(context.Pipe() for _ in range(COUNT)), strict=True)
+    reports = [context.Pipe() for _ in range(COUNT)]
+    processes = [
+        context.Process(target=_exchanging, args=(rank, others, reports[rank][1]), daemon=True) for rank in range(COUNT)
+    ]
+    before = homes_in_use()
+    for process in processes:
+        process.start()
+    try:
+        while (words := [pipe.recv() for pipe in pipes]) != ["ready"] * COUNT:
+            for pipe in pipes:
+                pipe.send(words)
+        files = homes_in_use(process.pid for process in processes) - before
+        assert len(files) == 1
+        lost = generator.randrange(COUNT)
+        time.sleep(generator.uniform(0, 0.05))
+        os.kill(processes[lost].pid, signal.SIGKILL)
+        left = {*range(COUNT)} - {lost}
+        assert all(reports[rank][0].poll(300) for rank in left)
+        found = {rank: reports[rank][0].recv() for rank in left}
+        assert not any(hangs for _, hangs in found.values())
+        # One that waits for both may see the end of the other first, which ends because of the one that was killed.
+        assert lost in {named for named, _ in found.values()}
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert not files & homes_in_use()
+
+
+@pytest.mark.parametrize(("number", "hangs"), [(signal.SIGKILL, False), (signal.SIGSTOP, True)], ids=str)
+def test_a_process_that_does_not_come_is_named(number: int, hangs: bool):
+    context = multiprocessing.get_context("fork")
+    (pipe, other), ready = context.Pipe(), context.Barrier(2)
+    process = context.Process(target=_other, args=(other, ready, 3), daemon=True)
+    process.start()
+    try:
+        board = ExchangeBoard(Piped(0, pipe))
+        for turn in range(3):
+            assert board.exchange([turn], limit_s=300) == [[turn], [turn]]
+        ready.wait()
+        os.kill(process.pid, number)
+        with pytest.raises(SharerLostError, match=r"rank 1 (has ended|did not come within 0.3 seconds)$") as raised:
+            board.exchange([3], limit_s=0.3 if hangs else 300)
+        assert (raised.value.rank, raised.value.hangs) == (1, hangs)
+    finally:
+        process.kill()
+        process.join()
