@@ -144,8 +144,8 @@ def publish(built: Workspace) -> str:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--project", default=PROJECT, help=f"the runs' tracking.project [{PROJECT}]")
-    options.add_argument("--entity", help="wandb user or team, the runs' tracking.entity [your default one]")
-    options.add_argument("--group", help="compare only the runs of this group (tracking.group, which a sweep sets)")
+    options.add_argument("--entity", help="wandb user or team, the runs' WANDB_ENTITY [your default one]")
+    options.add_argument("--group", help="compare only the runs of this group (a sweep's jobs are one)")
     options.add_argument(
         "--out", type=Path, default=WORKSPACE_FILE, metavar="FILE", help=f"the specification [{WORKSPACE_FILE}]"
     )

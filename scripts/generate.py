@@ -88,7 +88,7 @@ def writer(
     checkpoint = checkpoint or newest_checkpoint(run_dir)
     take_tokenizer(config, checkpoint)
     from training.evaluation.held_out import observed
-    from training.planning.forwards import refuse_text
+    from training.planning.fit import refuse_text
     from training.profiling.hardware import resolve_device
     from training.saved_runs.finding import load_model
     from training.settle.components import Components, acquired, attached

@@ -29,7 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     # Imported after parsing, because torch takes seconds.
     from training.errors import UserError
-    from training.planning.probe import keep, probe
+    from training.planning.machine import keep, probe
     from training.profiling.hardware import resolve_device
     from training.visible_text import visible
 

@@ -186,7 +186,6 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
             r"weights.layers=blocks: no list of",
         ),
         (("offload=shard_offload", "offload.shards=3"), r"offload.shards=3: must be between 1 and .* blocks, 2"),
-        (("recompute=block", "recompute.blocks=blocks"), r"recompute.blocks=blocks: no list of blocks there"),
         (("seq_len=200000",), r"one block of seq_len \+ 1 = 200001"),
     ],
 )

@@ -15,7 +15,7 @@ SCRIPT = str(ROOT / "scripts" / "probe.py")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("training.planning.probe.probe", lambda device: {"name": f"my {device}", "h2d_gb_s": 12.5})
+    monkeypatch.setattr("training.planning.machine.probe", lambda device: {"name": f"my {device}", "h2d_gb_s": 12.5})
     return tmp_path
 
 

@@ -29,7 +29,6 @@ MAY_CHANGE = (
     "offload.*",
     "recompute.*",
     "quantize.cache",
-    "quantize.compare",
     "tracking.*",
     "checkpoint.*",
     "resume",
@@ -42,7 +41,6 @@ MAY_CHANGE = (
     "plan",
     "force",
     "trace",
-    "trace_step",
     "on_nonfinite",
     "optimizer.device_share",
     "optimizer.gradients",
@@ -54,15 +52,6 @@ SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
 ABSENT_OPTIMIZER_KEYS = {
     "optimizer.master": "compact",
     "optimizer.state_dtype": "fp32",
-}
-# The precision that a state loses from one value of a key to another; other changes lose nothing.
-KEEPS_ALL = {
-    "optimizer.master": {"stochastic": {"compact"}},
-    "optimizer.state_dtype": {"bf16": {"fp32"}, "int8": {"fp32"}},
-}
-LOSES = {
-    "optimizer.master": "the masters would lose their low bits",
-    "optimizer.state_dtype": "the moments would lose their low bits",
 }
 ABSENT = "absent"
 
@@ -81,8 +70,8 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
     # The files of a frozen base, and its tokenizer with them, may lie elsewhere now: base and batches are compared.
     may_change = (*MAY_CHANGE, "model.weights", "dataset.tokenizer") if has_adapter(config) else MAY_CHANGE
     if "devices" in changed:
-        was, now = _parts(saved), _parts(parse_yaml(config_text(config)))
-        as_many = math.prod(was) == math.prod(now) > 0
+        was, now = ((int(each["devices"]), int(each["microbatches"])) for each in (saved, config))
+        as_many = math.prod(was) == math.prod(now)
         if as_many:
             may_change = (*may_change, "microbatches")
         # Several devices with several microbatches add up those of each device first.
@@ -93,16 +82,12 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
                 " microbatches and N devices with one each differ in nothing",
                 *changed["devices"],
             )
-    may_change = (*may_change, *_kept_states(changed))
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:
         if "model._target_" in refused:
             # A model of another class has other keys, which say no more.
             refused = ["model._target_"]
-        lost = {name: f" ({LOSES[name]})" for name in refused if name in LOSES}
-        listed = "; ".join(
-            f"{name}: was {changed[name][0]}, is {changed[name][1]}{lost.get(name, '')}" for name in refused
-        )
+        listed = "; ".join(f"{name}: was {changed[name][0]}, is {changed[name][1]}" for name in refused)
         # The weights may not fit into another model.
         is_other_model = any(
             name.startswith(("model.", "adapter.")) and not name.endswith(".weights") for name in refused
@@ -124,19 +109,6 @@ def weights_key(saved: dict[str, Any]) -> str:
     return "adapter.weights" if saved.get("adapter") else "model.weights"
 
 
-def _kept_states(changed: dict[str, tuple[str, str]]) -> list[str]:
-    """Returns the changed keys of state formats by which no state is lost; warns of those that change the numbers."""
-    kept = []
-    for name, wider in KEEPS_ALL.items():
-        was, now = changed.get(name, (ABSENT, ABSENT))
-        if now in wider.get(was, ()):
-            logger.warning(
-                "%s: was %s, is %s: no state is lost, but the rest of the run rounds otherwise", name, was, now
-            )
-            kept.append(name)
-    return kept
-
-
 def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Compares `config` with `saved`, as `read_config` returns it.
 
@@ -148,13 +120,6 @@ def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple
         for name in sorted(was.keys() | now.keys())
         if was.get(name, ABSENT) != now.get(name, ABSENT)
     }
-
-
-def _parts(values: dict[str, Any]) -> tuple[int, int]:
-    """Returns the devices and the microbatches of each, zeros if these are not settled; `values` are texts."""
-    # A checkpoint without the key is older than it, and of one device.
-    devices, microbatches = str(values.get("devices", 1)), str(values.get("microbatches", ""))
-    return (int(devices), int(microbatches)) if devices.isdigit() and microbatches.isdigit() else (0, 0)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

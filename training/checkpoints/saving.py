@@ -1,14 +1,22 @@
-"""Saves a run: when, which files, and how many checkpoints are kept."""
+"""Saves a run: when, which files, and how many checkpoints are kept.
+
+The folder of a checkpoint is complete or not there, even after a power failure or a kill.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import json
 import logging
 import math
+import os
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from threading import Event
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -24,12 +32,11 @@ from models.llama import Llama
 from models.quantise import is_quantised
 from models.safetensors_files import split_into_files, write_tensors
 from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
-from models.whole_folder import Fill, bytes_of
+from models.whole_folder import Fill, Write, bytes_of, renamed_when_whole, write_file
 from offload import Streams, format_bytes
 from training.checkpoints.base import BaseReference
 from training.checkpoints.best import Best
 from training.checkpoints.changes import config_text
-from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
 from training.checkpoints.state import RunState, random_states
 from training.checkpoints.tensors import optimizer_tensors
 from training.config.schema import Precision, due
@@ -37,6 +44,7 @@ from training.errors import UserError
 from training.runs.checkpoint_files import (
     BASE_FILE,
     HUGGING_FACE_FILE,
+    MANIFEST_FILE,
     OPTIMIZER_STEM,
     RANDOM_FILE,
     STATE_FILE,
@@ -45,7 +53,8 @@ from training.runs.checkpoint_files import (
     partials_in,
     step_of,
 )
-from training.runs.files import CONFIG_FILE
+from training.runs.files import CONFIG_FILE, partial_path
+from training.runs.manifest import FileRecord, manifest_text, side_by_side
 from training.runs.signals import WORTH_SAVING_S
 from training.weights.architecture import LLAMA_KEYS
 
@@ -192,3 +201,58 @@ def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingP
         **values,
     }
     return json.dumps(known, indent=2).encode()
+
+
+def write_folder(folder: Path, files: Mapping[str, Fill]) -> int:
+    """Writes `folder` with `files` and a manifest of them; returns the bytes written.
+
+    `files` maps each name to a function, which gets a `write` and calls it with the file's bytes. All files are written
+    to `FOLDER.partial`, several at a time from threads, and the folder is renamed when everything is on disk. An
+    interrupt or an error leaves nothing; a process that is killed leaves the partial folder.
+
+    Raises OSError if the disk is full, the folder's name is taken, or the folder cannot be written.
+    """
+    if os.path.lexists(folder):
+        raise FileExistsError(errno.EEXIST, "something of this name is there: move it away", str(folder))
+    partial = partial_path(folder)
+    given_up = Event()
+    with renamed_when_whole(partial, folder):
+        writers = [functools.partial(_write_file, partial / name, fill, given_up) for name, fill in files.items()]
+        records = dict(zip(files, side_by_side(writers, given_up), strict=True))
+        manifest = manifest_text(records).encode()
+        _write_file(partial / MANIFEST_FILE, bytes_of(manifest), given_up)
+    return sum(record.nbytes for record in records.values()) + len(manifest)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a complete folder. It is renamed first, so that no reader sees a part of it. Raises OSError."""
+    partial = partial_path(folder)
+    folder.rename(partial)
+    remove_leftover(partial)
+
+
+def remove_leftover(path: Path) -> None:
+    """Removes what is at `path`: a folder with its content, a file, or a link, but never the target of a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _write_file(path: Path, fill: Fill, given_up: Event) -> FileRecord:
+    digest = hashlib.sha256()
+    nbytes = 0
+
+    def recorded(write: Write) -> None:
+        def write_piece(data: bytes | memoryview) -> None:
+            nonlocal nbytes
+            if given_up.is_set():
+                raise InterruptedError(f"{path} was given up")
+            write(data)
+            digest.update(data)
+            nbytes += len(data)
+
+        fill(write_piece)
+
+    write_file(path, recorded)
+    return FileRecord(nbytes, digest.hexdigest())

@@ -3,8 +3,7 @@
 Names and layout depend on the model alone, not on the offload mode or on the states' device.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,10 +13,8 @@ from models.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
 from models.adapter_files import load_adapter_tensors
 from models.adapters import is_adapted
 from models.quantise import stored_tensors
-from models.safetensors_files import DTYPE_NAMES, DTYPES, StoredTensor, read_headers, read_into
+from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_headers, read_into
 from models.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, load_weights
-from offload import HostAdamW
-from offload.planning import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from training.runs.checkpoint_files import MANIFEST_FILE, OPTIMIZER_STEM, WEIGHTS_STEM
 from training.runs.manifest import DamagedError
 
@@ -41,41 +38,40 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Copies a checkpoint into the model and the optimizer's states, which exist already, on any device.
 
-    Where a model has adapters, the checkpoint has only these, and the base has been filled before. States in another
-    format of masters and moments are brought into that of the optimizer.
-
-    `names` are the files of the checkpoint in `folder`; no other file is read. Raises DamagedError naming a file that
-    is not among them or a tensor that does not fit, before anything is changed.
+    Where a model has adapters, the checkpoint has only these, and the base has been filled before. `names` are the
+    files of the checkpoint in `folder`; no other file is read. Raises DamagedError naming a file that is not among them
+    or a tensor that does not fit, before anything is changed.
     """
     names = [name for name in names if name.endswith(".safetensors") or name == INDEX_FILE]
     states = optimizer_tensors(model, optimizer)
     try:
         stored = read_headers(folder / name for name in names if _has_stem(name, OPTIMIZER_STEM))
-        others = states_in_another_format(model, optimizer, stored)
-        known = {f"{parameter}.{key}" for parameter, keys in others.items() for key in keys}
-        states = {name: tensor for name, tensor in states.items() if name.rpartition(".")[0] not in others}
-        _check(states, {name: entry for name, entry in stored.items() if name not in known}, folder)
+        _check(states, stored, folder)
         if is_adapted(model):
-            if ADAPTER_FILE not in names:
-                raise ValueError(f"{folder / MANIFEST_FILE} lists no {ADAPTER_FILE}")
+            _refuse_unlisted({folder / ADAPTER_FILE}, folder, names)
             load_adapter_tensors(model, folder / ADAPTER_FILE)
-            read_into(states, stored)
-            read_states(model, optimizer, others, stored)
-            return renew_copies(model, optimizer)
-        weights = read_headers(folder / name for name in names if _has_stem(name, WEIGHTS_STEM) and name != INDEX_FILE)
-        held = {}
-        for name, tensor in model.state_dict().items():
-            held |= stored_tensors(name, tensor)
-        _check({name: tensor for name, tensor in held.items() if name in weights}, weights, folder)
-        root = folder / (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)
-        if unlisted := {root, *checkpoint_files(root)} - {folder / name for name in names}:
-            raise ValueError(f"{folder / MANIFEST_FILE} lists no {min(unlisted).name}")
-        load_weights(model, root)
+        else:
+            _load_weights(folder, names, model)
     except (ValueError, FileNotFoundError) as error:
         raise DamagedError(str(error)) from None
     read_into(states, stored)
-    read_states(model, optimizer, others, stored)
     renew_copies(model, optimizer)
+
+
+def _load_weights(folder: Path, names: Iterable[str], model: nn.Module) -> None:
+    weights = read_headers(folder / name for name in names if _has_stem(name, WEIGHTS_STEM) and name != INDEX_FILE)
+    held = {}
+    for name, tensor in model.state_dict().items():
+        held |= stored_tensors(name, tensor)
+    _check({name: tensor for name, tensor in held.items() if name in weights}, weights, folder)
+    root = folder / (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)
+    _refuse_unlisted({root, *checkpoint_files(root)}, folder, names)
+    load_weights(model, root)
+
+
+def _refuse_unlisted(files: set[Path], folder: Path, names: Iterable[str]) -> None:
+    if unlisted := files - {folder / name for name in names}:
+        raise ValueError(f"{folder / MANIFEST_FILE} lists no {min(unlisted).name}")
 
 
 def _has_stem(name: str, stem: str) -> bool:
@@ -106,48 +102,3 @@ def renew_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         copy = optimizer.state.get(parameter, {}).get(COPY)
         if copy is not None:
             copy.copy_(parameter)
-
-
-def states_in_another_format(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, StoredTensor]
-) -> dict[str, list[str]]:
-    """Returns the parameters whose `stored` states are whole and in another format than the run's, with their keys."""
-    if not isinstance(optimizer, HostAdamW):
-        return {}
-    found: dict[str, dict[str, tuple]] = {}
-    for name, entry in stored.items():
-        parameter, _, key = name.rpartition(".")
-        found.setdefault(parameter, {})[key] = (DTYPES.get(entry.dtype), torch.Size(entry.shape))
-    others = {}
-    for name, parameter in model.named_parameters():
-        if parameter not in optimizer.state or name not in found:
-            continue
-        here, there = optimizer.format.tensors(parameter.dtype, parameter.shape), found[name]
-        if there != here and any(there == other.tensors(parameter.dtype, parameter.shape) for other in _formats()):
-            others[name] = sorted(there)
-    return others
-
-
-def read_states(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[str, list[str]],
-    stored: Mapping[str, StoredTensor],
-) -> None:
-    """Brings the stored states of the parameters in `names`, which gives their keys, into the optimizer, one by one.
-
-    The parameters have the checkpoint's values.
-    """
-    parameters = dict(model.named_parameters())
-    for name, keys in names.items():
-        targets = {
-            full: torch.empty(stored[full].shape, dtype=DTYPES[stored[full].dtype])
-            for full in (f"{name}.{key}" for key in keys)
-        }
-        read_into(targets, stored)
-        optimizer.load_state(parameters[name], {full.rpartition(".")[2]: tensor for full, tensor in targets.items()})
-
-
-def _formats() -> Iterator[StateFormat]:
-    for master, state_dtype in itertools.product(MASTER_DTYPES, STATE_DTYPES):
-        yield StateFormat(master, state_dtype)

@@ -15,7 +15,7 @@ Settings = dict[str, Any]
 # Keys in which runs of one row may differ: the seed that rows average over, and how they were started and recorded.
 REPEATS = ("seed", "tracking", "resume", "force")
 # Keys in which a run may differ from its reference, besides the mode.
-INCIDENTAL = ("log_every", "eval.every", "sample", "trace", "trace_step", "checkpoint", "vram_budget", "host_budget")
+INCIDENTAL = ("log_every", "eval.every", "sample", "trace", "checkpoint", "vram_budget", "host_budget")
 # Keys of the update rule of AdamW; its other keys are of where and how it computes, and leave the rule the same.
 UPDATE_RULE = tuple(f"optimizer.{key}" for key in ("lr", "betas", "eps", "weight_decay", "decay_norms_and_biases"))
 # Values of keys that switch something off, as they stand in a run's configuration.

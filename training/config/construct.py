@@ -51,7 +51,7 @@ def construct(config: DictConfig, key: str, **given: Any) -> Any:
     values = OmegaConf.to_container(config, resolve=True)
     knobs = {name: value for name, value in values.items() if not name.startswith("_")}
     if knobs.get("resident") == AUTO:
-        # Until `training.planning.choices` chooses.
+        # Until `training.planning.plan` chooses.
         knobs["resident"] = 0
     with keys_under(key):
         return get_class(config._target_)(**knobs | given)

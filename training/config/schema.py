@@ -117,7 +117,7 @@ class RecomputeNothing:
 
 @dataclass
 class RecomputeBlocks:
-    blocks: str | None = MISSING
+    pass
 
 
 @dataclass
@@ -129,11 +129,9 @@ class NoQuantize:
 class Quantize:
     """The keys of every format. Those that an option adds are arguments of the format."""
 
-    blocks: str | None = MISSING
     include: list[str] | None = MISSING
     exclude: list[str] | None = MISSING
     cache: bool = MISSING
-    compare: bool = MISSING
 
 
 @dataclass
@@ -160,16 +158,7 @@ class QuantizeNf4(Quantize):
 class Tracking:
     mode: TrackingMode = MISSING
     project: str = MISSING
-    entity: str | None = MISSING
-    group: str | None = MISSING
     tags: list[str] = MISSING
-
-
-class Numa(StrEnum):
-    """auto: each rank runs on the NUMA node of its GPU, where a host has several. off: it runs on any core."""
-
-    auto = "auto"
-    off = "off"
 
 
 class Homes(StrEnum):
@@ -192,7 +181,6 @@ class Parallel:
     """
 
     homes: Homes = MISSING
-    numa: Numa = MISSING
     hosts: int = number(at_least=1, at_most=64)
     timeout_s: float = number(above=0, at_most=1_000_000)
 
@@ -273,7 +261,6 @@ class TrainConfig:
     warmup_steps: int = number(at_least=0)
     log_every: int = number(at_least=1)
     trace: bool = MISSING
-    trace_step: int | None = number(at_least=1)
     eval: Evaluating = field(default_factory=Evaluating)
     sample: Sampling = field(default_factory=Sampling)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)

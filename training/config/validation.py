@@ -27,9 +27,7 @@ TURNED_ON_BY = {
     "sample.tokens": ("sample.every", None, "N"),
     "sample.temperature": ("sample.every", None, "N"),
     "sample.top_p": ("sample.every", None, "N"),
-    "trace_step": ("trace", False, "true"),
     "parallel.homes": ("devices", 1, "N"),
-    "parallel.numa": ("devices", 1, "N"),
     "parallel.timeout_s": ("devices", 1, "N"),
 }
 
@@ -151,8 +149,6 @@ def _check_rules(config: DictConfig) -> None:
         raise UserError("steps=null: give steps=N, or epochs=N for passes over the dataset")
     if config.steps is not None and config.epochs is not None:
         raise UserError(f"steps={config.steps} epochs={config.epochs:g}: give one of them, and the other as null")
-    if config.steps is not None:
-        check_steps(config)
     if config.schedule.get("final", 0) > 1:
         raise UserError(f"schedule.final={config.schedule.final}: a share of the learning rate, it must be at most 1")
     if issubclass(OmegaConf.get_type(config.model), Llama):
@@ -161,12 +157,6 @@ def _check_rules(config: DictConfig) -> None:
     if overrides is not None and not OmegaConf.is_dict(overrides):
         raise UserError(f"model.overrides={overrides}: must be keys with values, {{num_hidden_layers: 4}}, or null")
     check_dataset(config.dataset)
-
-
-def check_steps(config: DictConfig) -> None:
-    """Refuses other keys that lie beyond the last step; `steps` must be known. Raises UserError."""
-    if config.trace_step is not None and config.trace_step > config.steps:
-        raise UserError(f"trace_step={config.trace_step}: must be between 1 and steps={config.steps}")
 
 
 def _check_budget(key: str, value: str | int, alternative: str) -> None:

@@ -110,23 +110,6 @@ class Evaluation:
         return {f"eval/{name}": score for name, score in scores.items()} | {"eval/ms": (perf_counter() - start) * 1e3}
 
 
-def held_out_scores(
-    task: Task,
-    model: nn.Module,
-    batches: Sequence[Batch],
-    rows: int,
-    seed: int,
-    device: torch.device,
-    stopped: Callable[[], bool],
-) -> dict[str, float] | None:
-    """Returns the task's scores, means over all that weighs in `batches`, `rows` of which are computed at a time.
-
-    Returns None once `stopped` returns True; no scores where nothing weighs.
-    """
-    parts = prepared_parts(task, batches, rows, seed)
-    return mean_scores(scores_of_parts(task, model, parts, seed, device, stopped))
-
-
 def prepared_parts(task: Task, batches: Sequence[Batch], rows: int, seed: int) -> list[Batch]:
     """Returns the batches as the task prepares them, in parts of `rows` examples."""
     return [

@@ -35,14 +35,14 @@ class Seat:
     cores: int
 
 
-def take_seat(name: str, numa: str, world: World) -> Seat:
-    """Takes the device of this rank for `device=name`, and its part of the cores.
+def take_seat(name: str, world: World) -> Seat:
+    """Takes the device of this rank for `device=name`, and its part of the cores: those of its GPU's NUMA node.
 
-    With numa=auto the process is bound to the cores of its GPU's NUMA node. Raises UserError if there are too few GPUs.
+    Raises UserError if there are too few GPUs.
     """
     device = device_of(name, world.local_size, world.local_rank)
     cores = usable_cores() // world.local_size
-    if numa == "auto" and device.type == "cuda":
+    if device.type == "cuda":
         cores = min(cores, bind_to_node(gpu_nodes(world.local_size), world.local_rank) or cores)
     return Seat(device, share_cores(cores))
 
@@ -110,7 +110,7 @@ def _report(nodes: Sequence[int | None], cores_of: dict[int, set[int]]) -> str:
         else:
             why = "their GPU's node is not known" if node is None else f"none of node {node} is this process's"
             parts.append(f"{ranks} on all cores ({why})")
-    return f"parallel.numa=auto: local ranks {'; '.join(parts)}"
+    return f"NUMA: local ranks {'; '.join(parts)}"
 
 
 def _node_of(gpu: object) -> int | None:

@@ -63,14 +63,14 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
     from training.parallel.messages import Messages, from_first
 
     world = world or World(0, config.devices, 0, config.devices)
-    device, numa, timeout_s = config.device, str(config.parallel.numa), config.parallel.timeout_s
-    seat = take_seat(device, numa, world)
+    device, timeout_s = config.device, config.parallel.timeout_s
+    seat = take_seat(device, world)
     if followers is None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=followers.store(), rank=0, world_size=config.devices)
     try:
-        from_first((device, numa, timeout_s))
+        from_first((device, timeout_s))
         messages = Messages(timeout_s, world.host, followers and followers.cause)
         group = Group(seat.device, messages, followers and followers.kill, seat.cores)
         yield group

@@ -23,7 +23,7 @@ from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
 from training.config.validation import check
 from training.errors import UserError
 from training.planning.dry_step import examples_of_microbatch
-from training.planning.optimizer import PlannedUpdate
+from training.planning.memory import PlannedUpdate
 from training.planning.report import RunPlan
 from training.settle.components import Components, recomputes
 
@@ -112,7 +112,7 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
     if not footprint.layer_major:
         yield change("microbatches", min(2 * config.microbatches, config.batch_size // config.devices))
     if not (recomputes(config) or components.mode.recomputes):
-        yield _option(config, "recompute", "block", OmegaConf.structured(RecomputeBlocks(blocks=None)))
+        yield _option(config, "recompute", "block", OmegaConf.structured(RecomputeBlocks))
     # Another mode would keep activations that this one computes again.
     others = () if components.mode.recomputes and not recomputes(config) else OTHER_MODES
     for name in others:

@@ -1,13 +1,16 @@
-"""The dry run of a run's step: on tensors without values, of the microbatches that one device computes.
+"""Dry runs, on tensors without values: of a step, and of the forwards beside the steps (samples, a reference).
 
-A model and batches whose shapes do not fit each other are refused before libraries notice it inside forward.
+Of a step they compute the microbatches of one device. A sample is made between steps, when no activations of a step are
+there; the forwards of a reference are in no time of a step. Batches whose shapes do not fit the model are refused
+before libraries notice it inside forward.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,13 +18,24 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload.planning import DryRun, Phase, PlannedSharers, SimulatedStreams, dry_run, left_as_found
+from offload.planning import (
+    Bandwidth,
+    DryRun,
+    Phase,
+    PlannedSharers,
+    SimulatedStreams,
+    dry_run,
+    dry_run_forwards,
+    left_as_found,
+)
 from training.batches import Batch, examples_in
 from training.config.construct import keys_under
 from training.errors import UserError, first_line
 from training.evaluation.held_out import evaluating
 from training.parallel.world import ranks_of_host
+from training.planning.machine import Machine
 from training.settle.components import Components
+from training.tasks.dpo import answer_log_probs
 from training.tasks.task import loss_to_train
 
 # Microbatches that the dry run computes one by one; the bytes of more follow from these.
@@ -138,3 +152,59 @@ def _run_without_values(model: nn.Module, given: str, advice: str) -> Iterator[N
         known = isinstance(error, (ValueError, RuntimeError, TypeError, IndexError))
         if known and OF_SHAPES.search(problem) and "meta" not in problem:
             raise UserError(f"{given} ({problem}): {advice}") from error
+
+
+logger = logging.getLogger(__name__)
+
+
+def sample_bytes(components: Components, has_gpu: bool) -> int:
+    """Returns the bytes that a sample takes on the device besides weights and slots; 0 if the run makes none."""
+    if components.config.sample.every is None:
+        return 0
+    return peak_of(components, components.task.sample_forwards(components.config, components.model), has_gpu)
+
+
+def peak_of(components: Components, forwards: Sequence[Callable[[], object]], has_gpu: bool) -> int:
+    """Returns the peak bytes of `forwards`; 0 without any, and where the model needs values to run."""
+    if not forwards or components.mode.foreign:
+        return 0
+    timed = SimulatedStreams(torch.device("meta"), Bandwidth(1, 1, 1), 1.0)
+    found = _dry_forwards(components, forwards, timed, has_gpu)
+    if found is None:
+        refuse_sample_shape(components)
+        return 0
+    return found[0]
+
+
+def reference_note(components: Components, machine: Machine, has_gpu: bool) -> str | None:
+    """Tells which forwards a run makes beside its steps, and how long they take; None if the task makes none."""
+    task, config = components.task, components.config
+    if not (task.looks_ahead or task.needs_table):
+        return None
+    rows, ms = examples_of_microbatch(config), None
+    asked = components if components.reference is None else components.reference
+    if has_gpu:
+        part = task.meta_batch(config, rows)
+        forwards = [lambda: answer_log_probs(asked.model, part)] * 2
+        found = _dry_forwards(asked, forwards, machine.simulated(components.dtype), has_gpu)
+        ms = None if found is None else found[1] / 2
+    if task.looks_ahead:
+        each = "" if ms is None else f", about {ms * config.microbatches:,.0f} ms that are not in its planned time"
+        by = "without the adapter" if components.reference is None else "by the copy"
+        return f"task.reference={config.task.reference}: a step begins with a forward of all its pairs {by}{each}"
+    # On every device at once.
+    each = "" if ms is None else f", about {1000 / rows / config.devices * ms / 1e3:,.1f} s for 1,000 of the longest"
+    return f"task.reference=cached: before the first step there is a forward of every pair{each}"
+
+
+def _dry_forwards(
+    components: Components, forwards: Sequence[Callable[[], object]], timed: SimulatedStreams, has_gpu: bool
+) -> tuple[int, float] | None:
+    """Runs forwards in a row without values: peak bytes and ms, None where the model needs values to run."""
+    try:
+        with evaluating(components.model):
+            run = dry_run_forwards(components.mode, components.model, forwards, timed=timed, on_gpu=has_gpu)
+            return run.peak_bytes, run.ms
+    except Exception as error:  # a model may fail in any way on tensors without values, and yet run on real ones
+        logger.debug("no dry run of forwards", exc_info=error)
+        return None

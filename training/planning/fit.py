@@ -20,11 +20,13 @@ from contextlib import contextmanager
 
 import torch
 
+from models.generation import largest_forwards
 from offload import GIB, format_bytes, parse_bytes
 from offload.planning import free_host_bytes
 from training.errors import UserError
 from training.planning.advice import memory_advice
-from training.planning.optimizer import UNDO_LOG
+from training.planning.dry_step import peak_of
+from training.planning.memory import UNDO_LOG
 from training.planning.report import Limit, RunPlan
 from training.profiling.hardware import rss_gib, vram_bytes
 from training.runs import starting
@@ -109,6 +111,26 @@ def own_memory(device: torch.device, has_gpu: bool) -> dict[str, Limit]:
 def shortfalls(totals: Mapping[str, int], limits: Mapping[str, Limit]) -> str:
     """Returns in words what is needed and what is available, for each of `limits`."""
     return "; ".join(f"{key}: {format_bytes(totals[key])} needed, {limit} available" for key, limit in limits.items())
+
+
+def refuse_text(components: Components, positions: int) -> None:
+    """Raises MisfitError if a text of `positions` tokens has no room beside the weights; with force=true it warns."""
+    footprint, has_gpu = components.footprint, components.device.type == "cuda"
+    text = peak_of(components, largest_forwards(components.model, positions), has_gpu)
+    device = footprint.resident_bytes + footprint.slot_bytes + text
+    host = footprint.host_home_bytes + footprint.ring_bytes + int(rss_gib() * GIB)
+    totals = {"vram_budget": device, "host_budget": host} if has_gpu else {"host_budget": host + device}
+    limits = limits_below(components, totals, totals)
+    if not limits:
+        return
+    found = (
+        f"a text of {positions:,} tokens does not fit, its keys, values and activations take {format_bytes(text)}:"
+        f" {shortfalls(totals, limits)}"
+    )
+    if components.config.force:
+        logger.warning("force=true makes it: %s", found)
+        return
+    raise MisfitError(f"{found}: take fewer --tokens, or a mode that leaves more room, such as offload=layer_stream")
 
 
 @contextmanager

@@ -1,36 +1,118 @@
-"""The bytes that a run is planned to hold, by part: on the device and on the host."""
+"""The bytes that a run is planned to hold, by part: on the device and on the host; and the update of the optimizer."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from models.loss import Head, tokens_per_chunk
-from offload import GIB, parse_bytes
-from offload.planning import DryRun
+from offload import GIB, Footprint, HostAdamW, Speculation, parse_bytes
+from offload.planning import DryRun, StateFormat, UpdateTimes, bytes_of_logs, log_bytes
 from training.parallel.reduce import exchange_bytes
 from training.parallel.world import ranks_of_host
-from training.planning.dry_step import examples_of_microbatch
-from training.planning.forwards import sample_bytes
-from training.planning.machine import Machine
-from training.planning.optimizer import PlannedUpdate, with_log
+from training.planning.dry_step import examples_of_microbatch, sample_bytes
+from training.planning.machine import RATED_UPDATE_BYTES, Machine
+from training.planning.report import RunPlan
 from training.profiling.hardware import rss_gib
-from training.settle.components import Components, trained_parameters
+from training.settle.components import STATES_OF_SPARE, Components, trained_parameters
 
-
-def budgets_of(config: DictConfig, machine: Machine, has_gpu: bool) -> dict[str, int | None]:
-    """Returns, by key, the bytes asked for, or all of the machine if these are fewer; None if neither is known."""
-    return {
-        "vram_budget": _least("vram_budget", config.vram_budget, machine.vram_gib) if has_gpu else None,
-        "host_budget": _least("host_budget", config.host_budget, machine.host_gib),
-    }
-
-
+# Bytes of device memory that an update reads and writes for each parameter: of float32 ones, each operand once; of
+# bfloat16 ones with moments in 8 bits, by torch's operations, through float32 scratch.
+DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
+# The further operations of torch on a tile that join and split a compact master; counted and not measured.
+DEVICE_REMAINDER_BYTES = 75
+# The name of the logs for undoing updates among the parts of host memory.
+UNDO_LOG = "undo log"
 # The parts of the host's memory that are page-locked.
 PINNED = ("weights", "reference", "read ahead", "gradients", "activations")
+
+
+@dataclass(frozen=True)
+class PlannedUpdate:
+    """The bytes of optimizer states on one device and on the host, and the parameters that are updated on each.
+
+    `placed_gradient_bytes` are gradients of streamed units that stay on the device beside their states; as many bytes
+    of new weights are copied out. `log_bytes` are the logs of all updates on the host, for undoing them.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    placed_gradient_bytes: int
+    host_parameters: int
+    device_parameters: int
+    log_bytes: int
+
+    @classmethod
+    def of(cls, components: Components, spare_bytes: float) -> PlannedUpdate:
+        """Plans the update. `spare_bytes` of vram_budget are left for states if optimizer.device_share=auto."""
+        config, plan, form = components.config, components.footprint, components.state_format
+        resident_states = HostAdamW.planned_bytes(plan.resident, form)
+        wanted = config.optimizer.get("device_share", 0)
+        # Where ranks share states, each has its slices on its device; a checkpoint brings all to the host.
+        ranks = ranks_of_host(config) if components.shares_homes else 1
+        room = (spare_bytes - resident_states) * STATES_OF_SPARE
+        room = room if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)
+        sizes = [_count(unit) for unit in plan.trained]
+        each = (HostAdamW.planned_bytes(unit, form, placed=True) // ranks for unit in plan.trained)
+        totals = list(itertools.accumulate(each))
+        placed = sum(total <= room for total in totals)
+        on_device = sum(sizes[:placed])
+        on_host = plan.trained[0 if components.shares_homes else placed :]
+        return cls(
+            device_bytes=resident_states + (totals[placed - 1] if placed else 0),
+            host_bytes=sum(HostAdamW.planned_bytes(unit, form) for unit in on_host),
+            placed_gradient_bytes=on_device // ranks * components.dtype.itemsize,
+            host_parameters=sum(sizes) - on_device,
+            device_parameters=on_device // ranks + _count(plan.resident),
+            log_bytes=_log_bytes(plan, placed),
+        )
+
+    def time(
+        self, components: Components, machine: Machine, has_gpu: bool, speculative_share: float = 0.0
+    ) -> UpdateTimes:
+        """Returns how long the update takes on `machine`, and when it can begin, in a step that is not clipped.
+
+        `speculative_share` of the host's begins inside backward before the norm is known.
+        """
+        # Every rank has its part of the host's cores and bandwidth, and updates its slices, or a copy of all.
+        ranks = ranks_of_host(components.config)
+        rate = machine.update_gparams_s * 1e9 / ranks * speed_of(components.state_format)
+        host_parameters = self.host_parameters / (ranks if components.shares_homes else 1)
+        if not has_gpu:
+            return UpdateTimes(host_ms=(host_parameters + self.device_parameters) / rate * 1e3)
+        hides = components.updates_overlap and bool(components.footprint.units)
+        early = components.updates_begin_early
+        device_bytes = self.device_parameters * _device_update_bytes(components)
+        host_ms, left_share = host_parameters / rate * 1e3, 1.0
+        if components.gradients.released:
+            # What may be left when backward ends.
+            streamed = self.host_parameters * components.dtype.itemsize
+            left_share = min(components.footprint.host_gradient_bytes / max(streamed, 1), 1.0)
+        return UpdateTimes(
+            host_ms=host_ms,
+            device_ms=device_bytes / machine.device_gb_s / 1e6,
+            begins="after" if not hides else "inside" if early or speculative_share else "at the end",
+            inside_share=1.0 if early else speculative_share,
+            left_ms=left_share * host_ms if left_share < 1 else math.inf,
+        )
+
+    def logs(self, host: Mapping[str, int], components: Components, machine: Machine) -> dict[str, int]:
+        """Returns the bytes of the logs, a part of host memory: at most what the other parts, `host`, leave."""
+        if not components.speculates:
+            return {}
+        limit = budgets_of(components.config, machine, has_gpu=False)["host_budget"]
+        room = self.log_bytes if limit is None else max(limit - sum(host.values()), 0)
+        return {UNDO_LOG: min(self.log_bytes, room)}
+
+    def logged_share(self, host: Mapping[str, int]) -> float:
+        """Returns the share of the host's updates, 0 to 1, for which the planned memory has a log."""
+        return host.get(UNDO_LOG, 0) / self.log_bytes if self.log_bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -59,9 +141,66 @@ class PlannedMemory:
             # Early updates free these while backward still frees activations, so they add nothing to the peak.
             device["gradients"] += update.placed_gradient_bytes
         host = _of_the_host(components, step, update) | ({} if has_gpu else {"device": sum(device.values())})
-        host = with_log(bytes_of_ranks(host, components), components, update, machine)
+        host = bytes_of_ranks(host, components)
+        host |= update.logs(host, components, machine)
         is_pinned = has_gpu and config.offload.get("pin", "auto") != "off"
         return cls(device, host, update, sum(host.get(part, 0) for part in PINNED) if is_pinned else 0)
+
+
+def budgets_of(config: DictConfig, machine: Machine, has_gpu: bool) -> dict[str, int | None]:
+    """Returns, by key, the bytes asked for, or all of the machine if these are fewer; None if neither is known."""
+    return {
+        "vram_budget": _least("vram_budget", config.vram_budget, machine.vram_gib) if has_gpu else None,
+        "host_budget": _least("host_budget", config.host_budget, machine.host_gib),
+    }
+
+
+def planned_speculation(components: Components, plan: RunPlan) -> Speculation | None:
+    """Returns what the mode is told of updates that may have to be undone; None where there are none.
+
+    The ranks that share the homes have equal parts of the memory for logs, and all are told the same.
+    """
+    ranks = ranks_of_host(components.config) if components.shares_homes else 1
+    undo_bytes = plan.host_bytes.get(UNDO_LOG, 0) // ranks
+    return Speculation(components.largest_norm, undo_bytes) if components.speculates and undo_bytes else None
+
+
+def logits_bytes(components: Components) -> int:
+    """Returns the bytes of the logits that exist at once, in float32: as many tokens as the head computes at a time."""
+    config = components.config
+    heads = [module for module in components.model.modules() if isinstance(module, Head)]
+    tokens = examples_of_microbatch(config) * config.seq_len
+    return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
+
+
+def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str, int]:
+    """Returns bytes of host memory by part for the ranks of one host; `host` has those of one rank."""
+    ranks = ranks_of_host(components.config)
+    counts = dict.fromkeys(host, ranks)
+    if components.shares_homes:
+        # Gradients of several microbatches are added in memory of each rank, before the ranks sum them.
+        own = host["gradients"] if _adds_first(components) else 0
+        host = {**host, "activations": max(host["activations"] - own, 0)}
+        counts |= {"weights": 1, "reference": 1, "optimizer": 1, "gradients": ranks + 1 if own else 1}
+    return {name: nbytes * counts[name] for name, nbytes in host.items()}
+
+
+def summed_after_backward(components: Components) -> Sequence[nn.Parameter]:
+    """Returns the parameters whose gradients the ranks sum after backward, in the model's order."""
+    everything = trained_parameters(components.model)
+    if not components.shares_homes or _adds_first(components):
+        return everything
+    resident = set(components.footprint.resident)
+    return [parameter for parameter in everything if parameter in resident]
+
+
+def speed_of(form: StateFormat) -> float:
+    """Returns the speed of the host's update relative to that with float32 masters and moments, bound by memory.
+
+    Where the cores compute tables or random bits, they are the limit, and no gain is assumed.
+    """
+    computes = form.state_dtype == "int8" or form.master == "stochastic"
+    return RATED_UPDATE_BYTES / (StateFormat() if computes else form).update_bytes
 
 
 def _of_the_step(components: Components, has_gpu: bool, step: DryRun) -> dict[str, int]:
@@ -94,41 +233,33 @@ def _if_any(part: str, nbytes: int) -> dict[str, int]:
     return {part: nbytes} if nbytes else {}
 
 
-def logits_bytes(components: Components) -> int:
-    """Returns the bytes of the logits that exist at once, in float32: as many tokens as the head computes at a time."""
-    config = components.config
-    heads = [module for module in components.model.modules() if isinstance(module, Head)]
-    tokens = examples_of_microbatch(config) * config.seq_len
-    return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
-
-
 def _least(key: str, value: str | int | None, all_gib: float | None) -> int | None:
     asked = [] if value is None else [parse_bytes(key, value)]
     available = [] if all_gib is None else [int(all_gib * GIB)]
     return min(asked + available, default=None)
 
 
-def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str, int]:
-    """Returns bytes of host memory by part for the ranks of one host; `host` has those of one rank."""
-    ranks = ranks_of_host(components.config)
-    counts = dict.fromkeys(host, ranks)
-    if components.shares_homes:
-        # Gradients of several microbatches are added in memory of each rank, before the ranks sum them.
-        own = host["gradients"] if _adds_first(components) else 0
-        host = {**host, "activations": max(host["activations"] - own, 0)}
-        counts |= {"weights": 1, "reference": 1, "optimizer": 1, "gradients": ranks + 1 if own else 1}
-    return {name: nbytes * counts[name] for name, nbytes in host.items()}
-
-
-def summed_after_backward(components: Components) -> Sequence[nn.Parameter]:
-    """Returns the parameters whose gradients the ranks sum after backward, in the model's order."""
-    everything = trained_parameters(components.model)
-    if not components.shares_homes or _adds_first(components):
-        return everything
-    resident = set(components.footprint.resident)
-    return [parameter for parameter in everything if parameter in resident]
-
-
 def _adds_first(components: Components) -> bool:
     """Tells whether each rank adds the gradients of several microbatches in memory of its own."""
     return components.config.microbatches > 1 and not components.footprint.layer_major
+
+
+def _device_update_bytes(components: Components) -> float:
+    """Returns the bytes of a device's memory that an update there moves for each parameter."""
+    form, dtype = components.state_format, components.dtype
+    in_bf16 = dtype == torch.bfloat16
+    # Where Triton is missing, or fails its check, updates take longer.
+    if in_bf16 and form.state_dtype != "int8":
+        return form.update_bytes
+    return DEVICE_UPDATE_BYTES[dtype] + (DEVICE_REMAINDER_BYTES if in_bf16 and form.master == "compact" else 0)
+
+
+def _log_bytes(plan: Footprint, placed: int) -> int:
+    """Returns the bytes of the logs of updates of all units behind the first `placed`; all sharers have as much."""
+    if not plan.slices:
+        return sum(map(log_bytes, plan.trained[placed:]))
+    return len(plan.slices) * max(sum(map(bytes_of_logs, units[placed:])) for units in plan.slices)
+
+
+def _count(parameters: Sequence[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)

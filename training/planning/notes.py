@@ -22,6 +22,8 @@ NAMED, SMALL = 3, 0.01
 LAYERS_NAMED = 8
 HOW = {"experts": " (adapter.experts=true gives them one)"}
 
+FOREIGN = "this system's own memory, copies and times are not planned: the plan is that of offload=none"
+
 OWN = (
     "{count} devices: bytes of the device and copies are those of each, bytes of a host those of its {local} processes,"
     " each with its own copy; the time in which gradients are exchanged is not in the step"
@@ -31,6 +33,20 @@ SHARED = (
     " {local} processes, which share weights and states; {left_out} is not in the step, and each device is taken to"
     " have the whole speed of its links"
 )
+
+
+def notes_of(components: Components, reference_note: str | None = None) -> list[str]:
+    """Returns the notes in the order of a plan, with that on a reference among them."""
+    found = (
+        note_of_ranks(components),
+        FOREIGN if components.mode.foreign else None,
+        reference_note,
+        staying_note(components),
+        unmatched_note(components),
+        unquantised_note(components),
+        unadapted_note(components),
+    )
+    return [note for note in found if note]
 
 
 def _largest(nbytes: Mapping[str, int], everything: int) -> str:
@@ -103,7 +119,7 @@ def unquantised_note(components: Components) -> str | None:
     None where the user chose the layers.
     """
     config = components.config
-    if not quantises(config) or config.quantize.include or config.quantize.exclude or config.quantize.blocks:
+    if not quantises(config) or config.quantize.include or config.quantize.exclude:
         return None
     sizes = {name: (each.numel() * each.dtype.itemsize, each) for name, each in components.model.named_parameters()}
     everything = sum(nbytes for nbytes, _ in sizes.values())

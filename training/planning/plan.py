@@ -1,43 +1,37 @@
 """Plans a run: the bytes that it will hold and move, the time of a step and its bottleneck, and whether it fits.
 
 A dry run of the step on the meta device counts bytes, and times follow from the speeds of a machine.
+
+Two choices are left to the plan: how many units stay on the device, and whether gradients are kept after all. A unit
+that stays takes its weight, its gradient and its states, and saves their copies and the host's update. States alone
+take a little less and save the update only. So a search over the number of units, in which the states take what is
+left, finds the shortest step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload.planning import DryRun, NotFinalError, SimulatedStreams, hidden_share, update_work
+from offload.planning import DryRun, NotFinalError, SimulatedStreams, forecast, hidden_share, update_work
+from training.config.construct import make_mode
+from training.config.declare import AUTO
+from training.config.modes import weights_node
 from training.data.building import build_dataset, facts_of, has_facts
 from training.errors import UserError, first_line
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
-from training.planning.choices import (
-    resident_chosen,
-    resident_key,
-    resident_units,
-    with_gradients_chosen,
-    with_resident,
-)
-from training.planning.dry_step import MOST_DRY, dry_step, refuse_shapes, without_dry_run
+from training.planning.dry_step import MOST_DRY, dry_step, reference_note, refuse_shapes, without_dry_run
 from training.planning.fit import misfit
-from training.planning.forwards import reference_note
 from training.planning.machine import PRESETS, Machine, machine_of
-from training.planning.memory import PlannedMemory, budgets_of, logits_bytes
-from training.planning.notes import (
-    note_of_ranks,
-    staying_note,
-    streamed_share,
-    unadapted_note,
-    unmatched_note,
-    unquantised_note,
-)
+from training.planning.memory import PlannedMemory, PlannedUpdate, budgets_of, logits_bytes
+from training.planning.notes import notes_of, streamed_share
 from training.planning.report import RunPlan
 from training.planning.times import PlannedTimes
 from training.profiling.hardware import resolve_device
@@ -45,16 +39,20 @@ from training.profiling.timeline import Interval, Timeline, draw_chart
 from training.runs.files import PLAN_PICTURE
 from training.runs.invocation import Invocation
 from training.runs.records import write_summary
-from training.settle.components import Components, reasons_of
+from training.settle.components import Components, fills_budget, footprint_of, reasons_of
 from training.settle.missing_abilities import without_abilities
+from training.settle.settled import KEPT
 from training.visible_text import visible
 from training.weights.files import ModelWeights
 from training.weights.model_tokenizer import tokenizer_is_here
 
+# Numbers of units that are compared: the time of a step is a smooth function of the number.
+CANDIDATES = 17
+# Steps that are longer by a smaller share are as fast, for what a plan knows.
+LONGER = 1.02
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
 UNSEEN = "no dry run shows that all are final when they land, because this model needs values to run"
-FOREIGN = "this system's own memory, copies and times are not planned: the plan is that of offload=none"
 
 logger = logging.getLogger(__name__)
 
@@ -192,17 +190,9 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
         timed = None
     plan = _assembled(components, machine, has_gpu, step, timed)
     waits = plan.forecast.bound == "host optimizer" and not components.updates_overlap
-    found = (
-        WAITS_FOR_UPDATES if has_gpu and footprint.units and waits else None,
-        note_of_ranks(components),
-        FOREIGN if components.mode.foreign else None,
-        reference_note(components, machine, has_gpu),
-        staying_note(components),
-        unmatched_note(components),
-        unquantised_note(components),
-        unadapted_note(components),
-    )
-    notes += [note for note in found if note]
+    if has_gpu and footprint.units and waits:
+        notes.append(WAITS_FOR_UPDATES)
+    notes += notes_of(components, reference_note(components, machine, has_gpu))
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))
 
 
@@ -244,3 +234,99 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Returns how many numbers the parameters of `model` are, and how many of these train; tied ones count once."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def resident_key(config: DictConfig) -> str | None:
+    """Returns the key of the units that stay on the device, where the composition has it and its value is auto."""
+    key, mode = weights_node(config)
+    return f"{key}.resident" if mode.get("resident") == AUTO else None
+
+
+def with_resident(components: Components, key: str, units: int) -> Components:
+    """Returns the components of a run in which `units` stay on the device, with a configuration of its own."""
+    config = components.config.copy()
+    OmegaConf.update(config, key, units)
+    mode = make_mode(config.offload)
+    footprint = footprint_of(config, mode, components.model, components.gradients)
+    return replace(components, mode=mode, footprint=footprint).with_config(config)
+
+
+def resident_chosen(components: Components, config: DictConfig, key: str, units: int) -> Components:
+    """Writes the number of units, with which `components` were planned, into `config`; returns them with the reason."""
+    OmegaConf.update(config, key, units)
+    reason = f"{units} of {units + components.footprint.units} units: {fills_budget(config)}"
+    found = components.with_config(config)
+    return replace(found, settled=found.settled.because({key: reason}))
+
+
+def resident_units(components: Components, machine: Machine, step: DryRun, budget_bytes: int) -> int:
+    """Returns the number of resident units with which the planned step is shortest within `budget_bytes`.
+
+    `step` is a dry run of `components`, in which no unit stays. Among numbers that are equally fast, the largest is
+    taken: memory that the user has granted helps against costs that no plan knows.
+    """
+    key = resident_key(components.config)
+
+    def too_large(units: int) -> bool:
+        some = with_resident(components, key, units)
+        return _without_states(some, step) + PlannedUpdate.of(some, 0).device_bytes > budget_bytes
+
+    most = max(bisect_left(range(components.footprint.units + 1), True, key=too_large) - 1, 0)
+    numbers = sorted({round(most * part / (CANDIDATES - 1)) for part in range(CANDIDATES)})
+    times = {
+        units: _step_ms(with_resident(components, key, units), components, machine, step, budget_bytes)
+        for units in numbers
+    }
+    return min(times, key=lambda units: (round(times[units], 1), -units))
+
+
+def _without_states(components: Components, step: DryRun) -> int:
+    """Returns the bytes at the peak of the device, without optimizer states."""
+    footprint = components.footprint
+    weights = footprint.resident_bytes + footprint.slot_bytes + components.reference_device_bytes
+    return weights + footprint.resident_gradient_bytes + step.activation_bytes
+
+
+def _step_ms(components: Components, streamed: Components, machine: Machine, step: DryRun, budget_bytes: int) -> float:
+    """Plans the time of a step from `step`, the dry run in which all units stream: copies shrink with the units."""
+    share = components.footprint.host_weight_bytes / max(streamed.footprint.host_weight_bytes, 1)
+    phases = [
+        replace(
+            phase,
+            h2d_bytes=phase.activation_h2d_bytes + share * (phase.h2d_bytes - phase.activation_h2d_bytes),
+            d2h_bytes=phase.activation_d2h_bytes + share * (phase.d2h_bytes - phase.activation_d2h_bytes),
+            waited_for_bytes=share * phase.waited_for_bytes,
+            exchanged_bytes=share * phase.exchanged_bytes,
+        )
+        for phase in step.phases
+    ]
+    update = PlannedUpdate.of(components, budget_bytes - _without_states(components, step))
+    times = update.time(components, machine, has_gpu=True)
+    return forecast(phases, *machine.speeds(components.dtype), times, **machine.rates).step_ms
+
+
+def with_gradients_chosen(
+    components: Components, plan: Callable[[Components], tuple[Components, RunPlan]]
+) -> tuple[Components, RunPlan]:
+    """Returns `plan(components)`, or that of the same run with gradients kept.
+
+    They are kept where the dry run shows one that is not final when it lands; and where that fits and is faster, unless
+    the user asked for their release. Raises UserError where the user did, and one is not final.
+    """
+    try:
+        filled, released = plan(components)
+    except NotFinalError as error:
+        return plan(components.with_gradients(components.gradients.kept_because(error.problem)))
+    forecast, choice = released.forecast, filled.gradients
+    hides_all = not released.has_gpu or forecast.alone_ms["host optimizer"] <= forecast.phases_ms[-1]
+    if not choice.released or choice.why is None or hides_all:
+        return filled, released
+    without, kept = plan(filled.with_gradients(KEPT))
+    if forecast.step_ms < LONGER * kept.forecast.step_ms or False in kept.fits.values():
+        return without.with_gradients(choice), released
+    why = (
+        f"there is room, and the next forward hides what backward does not: steps of {kept.forecast.step_ms:,.0f} ms"
+        f" in place of {forecast.step_ms:,.0f}"
+    )
+    found = without.with_gradients(choice.kept_because(why))
+    return found, replace(kept, chosen=reasons_of(found))

@@ -21,7 +21,6 @@ from offload.planning import (
 from training.planning.dry_step import MOST_DRY, examples_of_rank
 from training.planning.machine import Machine
 from training.planning.memory import PlannedMemory
-from training.planning.optimizer import log_share
 from training.profiling.hardware import datasheet_flops
 from training.settle.components import Components
 from training.weights.mapped import mapped_note
@@ -56,7 +55,7 @@ class PlannedTimes:
         new_weights = 0 if components.gradients.released else memory.update.placed_gradient_bytes
         last = step.phases[-1]
         phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + new_weights))
-        update = memory.update.time(components, machine, has_gpu, log_share(memory.host, memory.update))
+        update = memory.update.time(components, machine, has_gpu, memory.update.logged_share(memory.host))
         speeds, rates = machine.speeds(components.dtype), machine.rates
         simulated_ms = _simulated_ms(components, machine, phases, timed)
         expected = forecast(phases, *speeds, update, simulated_ms, **rates)

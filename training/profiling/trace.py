@@ -83,12 +83,8 @@ class Tracer:
 
 
 def step_to_trace(config: DictConfig, steps_done: int = 0) -> int | None:
-    """Returns the step that a run records: `trace_step`, or the first after the warm-up; None without `trace`."""
-    if not config.trace:
-        return None
-    if config.trace_step is not None:
-        return config.trace_step
-    return min(steps_done + config.warmup_steps + 1, config.steps)
+    """Returns the step that a run records, the first after the warm-up; None without `trace`."""
+    return min(steps_done + config.warmup_steps + 1, config.steps) if config.trace else None
 
 
 @contextmanager

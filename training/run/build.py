@@ -14,13 +14,12 @@ from torch import nn
 from offload import GIB, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
-from training.evaluation.quantise_comparison import loss_of_base, loss_of_first, report
 from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 from training.optim import build_schedule, warn_of_warmup
 from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import memory_explained
-from training.planning.optimizer import planned_speculation
+from training.planning.memory import planned_speculation
 from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_gib
 from training.run.prepare import PreparedRun, prepare
 from training.run.reference_model import attached_reference
@@ -77,8 +76,6 @@ def build(
         tracking_id = run.start.tracking_id if run.resumes_here else None
         tracker = build_tracker(config, invocation, hardware, tracking_id)
         explained = memory_explained(components, plan)
-        with tracker.failing_with():
-            base_loss = None if checkpoint is not None else loss_of_base(components, streams, run.dataset, run.weights)
         speculation = planned_speculation(components, plan)
         ranks.begin(config, invocation, speculation)
         sharers = ranks.sharers(components.shares_homes)
@@ -92,8 +89,6 @@ def build(
             fill_model(run, model)
             if run.reference is not None:
                 run.reference.fill(components)
-            if base_loss is not None:
-                report(components, loss_of_first(components, model, streams, run.dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
                 optimizer = build_optimizer(components, speculation, ranks.cores)
             warn_of_warmup(config)

@@ -96,8 +96,8 @@ def join(world: World) -> Group:
         store = dist.TCPStore(HOST, int(os.environ["MASTER_PORT"]), world.size, is_master=False, timeout=limit)
         store.set(f"ready{world.rank}", "1")
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    device, numa, timeout_s = from_first()
-    seat = take_seat(device, numa, world)
+    device, timeout_s = from_first()
+    seat = take_seat(device, world)
     return Group(seat.device, Messages(timeout_s, world.host), cores=seat.cores)
 
 

@@ -14,7 +14,6 @@ from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.checkpoints.state import RunState
 from training.config.declare import AUTO
 from training.config.modes import weights_node
-from training.config.validation import check_steps
 from training.data.building import build_dataset, facts_of
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation
@@ -176,7 +175,7 @@ def base_of_run(config: DictConfig, checkpoint: Checkpoint | None, weights: Mode
 def with_steps(config: DictConfig, dataset) -> DictConfig:
     """Returns a copy of `config` with the number of steps, the last one maybe partial, that its `epochs` take.
 
-    Raises UserError if the dataset does not know its number of examples, or another key lies beyond the last step.
+    Raises UserError if the dataset does not know its number of examples.
     """
     if dataset.num_blocks is None:
         raise UserError(
@@ -184,5 +183,4 @@ def with_steps(config: DictConfig, dataset) -> DictConfig:
         )
     config = config.copy()
     config.steps = math.ceil(config.epochs * dataset.num_blocks / config.batch_size)
-    check_steps(config)
     return config

@@ -1,14 +1,18 @@
 """Writes the model of a saved run in the form of its library: transformers', diffusers', peft's, or that of a Llama.
 
 No memory is made for the model: it is built without values, and each tensor goes from the checkpoint's file, which is
-mapped, to the new one.
+mapped, to the new one. Beside its weights it has the files that it came with, else what its run knows. A model came
+with files of its own where its run began with weights, or has the tokenizer of its source; one from the seed has the
+tokenizer, the template and the ends of texts of its run.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +38,13 @@ from models.whole_folder import Fill, Write, bytes_of, refuse_present, write_who
 from training.checkpoints.saving import hugging_face_config
 from training.config.adapter import has_adapter
 from training.config.schema import Precision, chosen_format, quantises
+from training.data.chats.templates import Template
+from training.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
+from training.data.tokenizer_folder import TEMPLATE_FILE, files_in
 from training.errors import UserError
 from training.runs.checkpoint_files import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.runs.files import home_expanded
 from training.runs.invocation import Invocation
-from training.saved_runs.companions import companions
 from training.saved_runs.finding import (
     configuration,
     found,
@@ -48,9 +54,17 @@ from training.saved_runs.finding import (
     take_tokenizer,
 )
 from training.settle.components import Components, acquired, attached
+from training.weights.files import GENERATION_FILE, SMALL_FILES
 from training.weights.filling import fill_buffers
+from training.weights.origin import ends_of, origin_of, values_in
 
 Read = Callable[[str], Tensor]
+
+
+# Keys of config.json that say how a model is used, and not what it is.
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "use_cache")
+# Those of a Llama of ours too, which has no other place for them.
+KEPT_OF_LLAMA = (*KEPT, "max_position_embeddings")
 
 
 def export(
@@ -207,3 +221,50 @@ def _llama_files(
     if len(parts) > 1:
         files[INDEX_FILE] = bytes_of(index_of(parts))
     return files
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The files beside the weights and the configuration, and keys of config.json; of our Llama there are more."""
+
+    files: dict[str, bytes]
+    values: dict[str, Any]
+    of_llama: dict[str, Any]
+
+
+def companions(config: DictConfig) -> Companions:
+    """Returns what the model of a run leaves with. Raises UserError if a file of it cannot be read."""
+    origin = origin_of(config)
+    files: dict[str, bytes] = {}
+    tokenizer = None
+    if origin is not None:
+        files = {name: (origin / name).read_bytes() for name in SMALL_FILES if (origin / name).is_file()}
+    if "tokenizer" in config.dataset:
+        tokenizer = load_tokenizer(config.dataset.tokenizer)
+        files |= tokenizer_files(config.dataset.tokenizer, config.seq_len)
+        files |= _template(config, tokenizer)
+    elif origin is not None:
+        files |= {name: file.read_bytes() for name, file in files_in(origin).items()}
+    came = values_in(origin)
+    of_llama, values = ({key: came[key] for key in keys if key in came} for keys in (KEPT_OF_LLAMA, KEPT))
+    if tokenizer is not None and not ends_of(origin):
+        ends = _of_tokenizer(tokenizer)
+        # A checkpoint has nulls.
+        of_llama |= ends
+        values |= ends
+        files[GENERATION_FILE] = json.dumps(ends, indent=2).encode()
+    return Companions(files, values, of_llama)
+
+
+def _of_tokenizer(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Returns what a tokenizer says of the tokens around a text."""
+    begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
+    return {"bos_token_id": begin, "eos_token_id": tokenizer.end_of_text_id}
+
+
+def _template(config: DictConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Returns the file of the template that the run rendered chats with, unless it is the tokenizer's own."""
+    if "template" not in config.dataset:
+        return {}
+    text = Template(tokenizer, config.dataset.template).text()
+    return {} if text == tokenizer.pretrained.chat_template else {TEMPLATE_FILE: text.encode()}

@@ -28,8 +28,7 @@ from training.metrics.progress import phase
 from training.parallel.ranks import shares_homes
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
-from training.settle.gradients import KEPT, GradientChoice
-from training.settle.settled import Settled, settle
+from training.settle.settled import KEPT, GradientChoice, Settled, settle
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
 from training.weights.architecture import refuse_other_architecture
@@ -294,11 +293,11 @@ def _reference(found: Components) -> Components:
 
 
 def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tuple[nn.Module, ...]:
-    """Finds the blocks to recompute. Raises UserError if `recompute.blocks` is not the path of a list of blocks."""
+    """Finds the blocks to recompute. Raises UserError if the model has no list of blocks."""
     if not recomputes(config) or mode.recomputes:
         return ()
     try:
-        return tuple(block for _, block in find_blocks(model, config.recompute.blocks, key="recompute.blocks"))
+        return tuple(block for _, block in find_blocks(model, key="recompute"))
     except ValueError as error:
         raise UserError(str(error)) from error
 

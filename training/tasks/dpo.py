@@ -155,11 +155,6 @@ class DPO(CausalLM):
             )
         if get_class(config.offload._target_).foreign:
             raise UserError("task=dpo: other systems train without a reference: take offload=none, or another of ours")
-        if config.quantize.get("compare"):
-            raise UserError(
-                "quantize.compare=true: the first loss of task=dpo is the same for any weights: take"
-                " quantize.compare=false"
-            )
         refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
         if self.reference == ADAPTER:
             _check_adapter(config, model)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from training.checkpoints.durable import write_folder
+from training.checkpoints.saving import write_folder
 from training.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a run by name, and back into a model, also where a checkpoint has states in another format."""
+"""The tensors of a run by name, and back into a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from models.safetensors_files import StoredTensor
 from offload.optimizer.adamw import HostAdamW
-from training.checkpoints.tensors import COPY, load_tensors, optimizer_tensors, states_in_another_format
+from training.checkpoints.tensors import COPY, load_tensors, optimizer_tensors
 from training.errors import UserError
 from training.runs.manifest import DamagedError
 
@@ -107,32 +106,13 @@ def test_where_states_live_leaves_no_trace_in_bf16(tmp_path: Path, compact: Path
 
 
 @pytest.mark.parametrize(
-    ("was", "now"),
-    [
-        (("optimizer.state_dtype=int8",), ("optimizer.state_dtype=fp32",)),
-        (("optimizer.state_dtype=bf16", "optimizer.master=stochastic"), ()),
-    ],
-    ids=str,
-)
-@pytest.mark.slow
-def test_wider_states_take_narrower_ones_with_a_warning(tmp_path: Path, run_here, at, caplog, was, now):
-    run_here(tmp_path / "was", *RUN, *was)
-    summary = run_here(tmp_path / "now", *RUN, *now, f"resume={at(tmp_path / 'was', 3)}")
-    assert summary["status"] == "ok"
-    assert "no state is lost, but the rest of the run rounds otherwise" in caplog.text
-    first = summary["train/final_loss"]
-    assert torch.isfinite(torch.tensor(first))
-
-
-@pytest.mark.parametrize(
     ("now", "message"),
     [
-        ("optimizer.state_dtype=bf16", "state_dtype: was fp32, is bf16 (the moments would lose their low bits)"),
-        ("optimizer.state_dtype=int8", "state_dtype: was fp32, is int8 (the moments would lose their low bits)"),
-        ("optimizer.master=stochastic", "master: was compact, is stochastic (the masters would lose their low bits)"),
+        ("optimizer.state_dtype=bf16", "optimizer.state_dtype: was fp32, is bf16"),
+        ("optimizer.master=stochastic", "optimizer.master: was compact, is stochastic"),
     ],
 )
-def test_what_would_be_lost_is_told(tmp_path: Path, compact: Path, run_here, now: str, message: str):
+def test_another_format_of_states_is_refused(tmp_path: Path, compact: Path, run_here, now: str, message: str):
     with pytest.raises(UserError) as refusal:
         run_here(tmp_path / "new", *RUN, now, f"resume={compact}")
     assert message in str(refusal.value)
@@ -147,27 +127,3 @@ def test_a_resumed_run_with_noise_equals_the_uninterrupted_one_in_every_mode(
     run_here(tmp_path / "whole", *smallest)
     run_here(tmp_path / "rest", *smallest, f"offload={offload}", f"resume={at(tmp_path / 'whole', 3)}")
     assert content(at(tmp_path / "rest", 6)) == content(at(tmp_path / "whole", 6))
-
-
-def test_only_whole_states_of_a_known_format_count(tmp_path: Path):
-    model = nn.Linear(3, 2, dtype=torch.bfloat16)
-    optimizer = HostAdamW(model.parameters())
-    optimizer.allocate()
-
-    def stored(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
-        return {f"weight.{key}": StoredTensor(tmp_path, shape, dtype) for key, (dtype, shape) in tensors.items()}
-
-    rest, moments = ("I16", (2, 3)), {"step": ("F32", ()), "exp_avg": ("BF16", (2, 3)), "exp_avg_sq": ("BF16", (2, 3))}
-    whole = stored(**moments, remainder=rest)
-    assert set(states_in_another_format(model, optimizer, whole)) == {"weight"}
-    wide = moments | {"exp_avg": ("F32", (2, 3))}
-    for wrong in (
-        stored(**wide | {"exp_avg_sq": ("F32", (2, 3))}, remainder=rest),
-        stored(**wide, remainder=rest),
-        stored(**moments, remainder=("I16", (3, 2))),
-        stored(**moments, remainder=("F16", (2, 3))),
-        stored(**moments, master=("F32", (2, 3))),
-        stored(**moments, remainder=rest, other=("F32", (2, 3))),
-        {name: entry for name, entry in whole.items() if "exp_avg_sq" not in name},
-    ):
-        assert not states_in_another_format(model, optimizer, wrong)

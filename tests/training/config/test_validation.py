@@ -239,18 +239,11 @@ def test_a_key_that_is_left_out_is_named_and_not_one_that_refers_to_it():
         check_presence(composed(["~seed", "optimizer=host_adamw"]))
 
 
-# Keys that take names alone.
-VALUES = {
-    "parallel.homes": "shared",
-    "parallel.numa": "off",
-}
-
-
 @pytest.mark.parametrize("key", TURNED_ON_BY)
 def test_a_key_in_vain_is_named_with_its_switch(caplog, key: str):
     switch, _, value = TURNED_ON_BY[key]
-    overrides = [f"{key}={VALUES.get(key, 1)}", "trace=false", "devices=1"]
-    warn_of_keys_without_effect(composed(overrides), {key, "trace", "devices"})
+    overrides = [f"{key}={'shared' if key == 'parallel.homes' else 1}", "devices=1"]
+    warn_of_keys_without_effect(composed(overrides), {key, "devices"})
     assert caplog.messages == [f"{key} has no effect without {switch}={value}"]
 
 
@@ -258,10 +251,9 @@ def test_a_key_in_vain_is_named_with_its_switch(caplog, key: str):
     ("overrides", "given"),
     [
         (["sample.every=5", "sample.prompt=a"], {"sample.every", "sample.prompt"}),
-        (["trace=true", "trace_step=3"], {"trace", "trace_step"}),
         (["devices=2", "parallel.homes=shared"], {"devices", "parallel.homes"}),
         # The command line does not give them.
-        (["sample.prompt=a", "trace_step=3"], set()),
+        (["sample.prompt=a"], set()),
     ],
 )
 def test_a_key_that_has_an_effect_has_no_warning(caplog, overrides: list[str], given: set[str]):

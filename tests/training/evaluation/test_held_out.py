@@ -15,7 +15,7 @@ from tests.training.helpers.in_process import TINY_RUN, run_here
 from tests.training.helpers.modes import small_modes
 from training.data.datasets import StdlibText
 from training.errors import UserError
-from training.evaluation.held_out import Evaluation, held_out_scores
+from training.evaluation.held_out import Evaluation, mean_scores, prepared_parts, scores_of_parts
 from training.metrics import step_timer
 from training.tasks.causal_lm import CausalLM
 
@@ -63,7 +63,8 @@ def never() -> bool:
 
 
 def loss_of(model: nn.Module, given: list[torch.Tensor], rows: int, seed: int) -> float:
-    return held_out_scores(CausalLM(), model, given, rows, seed, CPU, never)["loss"]
+    parts = prepared_parts(CausalLM(), given, rows, seed)
+    return mean_scores(scores_of_parts(CausalLM(), model, parts, seed, CPU, never))["loss"]
 
 
 def test_the_loss_is_the_mean_over_sequences_and_nothing_else_changes():
@@ -92,7 +93,7 @@ def test_a_model_that_draws_draws_the_same_each_time(monkeypatch: pytest.MonkeyP
 def test_a_stop_or_an_error_leaves_the_model_as_it_was():
     model = Noisy()
     answers = iter([False, True])
-    assert held_out_scores(CausalLM(), model, batches(2, 2, 2), 2, 0, CPU, lambda: next(answers)) is None
+    assert scores_of_parts(CausalLM(), model, batches(2, 2, 2), 0, CPU, lambda: next(answers)) is None
     assert model.dropout.training
     with pytest.raises(IndexError):
         loss_of(model, [torch.full((1, 3), 99)], 1, 0)

@@ -48,18 +48,17 @@ def test_ranks_of_several_hosts_have_the_gpus_and_cores_of_their_own(monkeypatch
     monkeypatch.setattr(devices, "usable_cores", lambda: 16)
     # Rank 3 of 4, the second of the second host.
     world = World(3, 4, local_rank=1, local_size=2, host=1, hosts=2)
-    assert take_seat("auto", "off", world) == Seat(torch.device("cuda", 1), 8)
     # Of the GPU's node it has three cores; of more than its part of all it takes none.
     monkeypatch.setattr(devices, "gpu_nodes", lambda count: [0, 1][:count])
     for bound, cores in ((3, 3), (12, 8), (None, 8)):
         monkeypatch.setattr(devices, "bind_to_node", lambda nodes, rank, bound=bound: bound)
-        assert take_seat("auto", "auto", world).cores == cores
-    assert take_seat("auto", "off", world).cores == 8
+        assert take_seat("auto", world) == Seat(torch.device("cuda", 1), cores)
+    assert take_seat("auto", world).cores == 8
 
 
 def test_ranks_on_the_cpu_are_not_bound(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "bind_to_node", lambda nodes, rank: pytest.fail("it was bound"))
-    assert take_seat("cpu", "auto", World(0, 2, 0, 2)).device == torch.device("cpu")
+    assert take_seat("cpu", World(0, 2, 0, 2)).device == torch.device("cpu")
 
 
 def test_a_gpu_by_number_is_refused_for_several():
@@ -165,7 +164,7 @@ def test_one_line_of_the_log_says_where_ranks_run(system: Path, bound: dict, cap
     for rank in range(4):
         bind_to_node([0, 0, 1, None], rank)
     assert caplog.messages == [
-        "parallel.numa=auto: local ranks 0, 1 on node 0 (3 cores); 2 on node 1 (4 cores);"
+        "NUMA: local ranks 0, 1 on node 0 (3 cores); 2 on node 1 (4 cores);"
         " 3 on all cores (their GPU's node is not known)"
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +12,21 @@ import torch
 
 from offload.byte_sizes import GIB
 from offload.streams import registry
+from tests import ROOT
 from tests.training.helpers.in_process import components_of
 from training.errors import UserError
 from training.planning import machine as machine_module
-from training.planning.machine import BOTH_SHARE, PRESETS, disk_gb_s, machine_of, measured_in_short
-from training.planning.probe import keep
+from training.planning.machine import (
+    BOTH_SHARE,
+    PRESETS,
+    Machine,
+    disk_gb_s,
+    keep,
+    kept,
+    kept_path,
+    machine_of,
+    measured_in_short,
+)
 
 CPU = torch.device("cpu")
 KEPT = {
@@ -29,9 +41,10 @@ KEPT = {
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing is kept of any machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
 
 
 def test_hardware_measured_is_refused_if_nothing_was_measured():
@@ -105,3 +118,55 @@ def test_a_large_file_is_measured_and_a_small_one_is_not(tmp_path: Path, monkeyp
     assert disk_gb_s(tmp_path / "large") is None or disk_gb_s(tmp_path / "large") > 0
     assert disk_gb_s(tmp_path / "small") is None
     assert disk_gb_s(tmp_path / "none") is None
+
+
+def test_values_are_kept_by_the_name_of_the_device(cache: Path):
+    assert kept(CPU) is None
+    path = keep(CPU, {"name": "this one", "host_gib": 2})
+    assert path == kept_path(CPU)
+    assert (path.parent, path.name[:6]) == (cache / "offload-training", "probe-")
+    assert kept(CPU) == {"name": "this one", "host_gib": 2}
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1]", "{}", '{"nam', '{"name": "x", "both_gb_s": "9"}', '{"name": "x", "both_gb_s": -1}', '{"name": 3}'],
+)
+def test_a_damaged_file_counts_as_none(content: str):
+    keep(CPU, {"name": "x"}).write_text(content)
+    assert kept(CPU) is None
+
+
+def test_without_a_home_directory_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert kept(CPU) is None
+    with pytest.raises(UserError, match=r"HOME is not set.*: set XDG_CACHE_HOME to"):
+        keep(CPU, {"name": "x"})
+
+
+@pytest.mark.slow
+def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
+    script = subprocess.run(
+        [sys.executable, "scripts/probe.py", "--device=cpu"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert script.returncode == 0, script.stderr
+    values = kept(CPU)
+    machine = Machine(**values)
+    assert machine.vram_gib is None
+    assert min(machine.h2d_gb_s, machine.both_gb_s, machine.host_gib) > 0.05
+    assert 1e-3 < machine.fp32_tflops < 100
+    assert 1e-3 < machine.update_gparams_s < 100
+    assert f"update_gparams_s   {values['update_gparams_s']:g}" in script.stdout
+    assert str(kept_path(CPU)) in script.stdout
+    command = [sys.executable, "train.py", "plan=true", "hardware=measured", "device=cpu", "seq_len=16"]
+    plan = subprocess.run(
+        [*command, f"hydra.run.dir={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert plan.returncode == 0, plan.stderr
+    assert f"{values['name']} (kept by the probe)" in plan.stdout
+    assert "no GPU here" in plan.stdout

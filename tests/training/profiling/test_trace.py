@@ -42,10 +42,8 @@ def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def config(trace: bool = True, trace_step: int | None = None, warmup_steps: int = 5, steps: int = 20):
-    return OmegaConf.create(
-        {"trace": trace, "trace_step": trace_step, "warmup_steps": warmup_steps, "steps": steps},
-    )
+def config(trace: bool = True, warmup_steps: int = 5, steps: int = 20):
+    return OmegaConf.create({"trace": trace, "warmup_steps": warmup_steps, "steps": steps})
 
 
 @pytest.fixture
@@ -57,7 +55,7 @@ def streams():
 
 @pytest.fixture
 def tracer(streams, tmp_path: Path) -> Tracer:
-    return Tracer(config(trace_step=2), tmp_path, streams, "tiny-none-0")
+    return Tracer(config(warmup_steps=1), tmp_path, streams, "tiny-none-0")
 
 
 @pytest.fixture(scope="module")
@@ -142,17 +140,11 @@ def test_a_failed_run_is_marked_in_wandb(
     assert recorded["exit_code"] == 1
 
 
-def test_the_traced_step_is_the_chosen_one_or_the_first_after_the_warm_up():
+def test_the_traced_step_is_the_first_after_the_warm_up():
     assert step_to_trace(config()) == 6
-    assert step_to_trace(config(trace=False, trace_step=3)) is None
-    assert step_to_trace(config(trace_step=3)) == 3
+    assert step_to_trace(config(trace=False)) is None
     assert step_to_trace(config(warmup_steps=30)) == 20
     assert step_to_trace(config(), steps_done=10) == 16
-
-
-def test_a_step_beyond_the_last_is_refused(tmp_path: Path):
-    result = command_here(*SMALL, "trace=true", "trace_step=7", "steps=3", f"hydra.run.dir={tmp_path}")
-    assert result.stderr == "error: trace_step=7: must be between 1 and steps=3\n"
 
 
 def test_only_the_chosen_step_is_traced(tracer: Tracer):

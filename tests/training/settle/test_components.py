@@ -131,7 +131,6 @@ def test_updates_begin_early_where_nothing_must_be_known_of_all_gradients(overri
     ("overrides", "message"),
     [
         (("offload=layer_stream", "offload.layers=blocks"), r"offload\.layers=blocks: no list of blocks there"),
-        (("recompute=block", "recompute.blocks=blocks"), r"recompute\.blocks=blocks: no list of blocks there"),
         (("model.intermediate_size=2305843009213693952",), "model: its sizes are beyond any memory"),
     ],
 )

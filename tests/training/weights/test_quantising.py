@@ -114,7 +114,6 @@ def test_layers_are_chosen_by_patterns():
     [
         (("quantize=int8", "quantize.include=[nothing]"), r"^quantize=int8: no linear layer .*include=\['nothing'\]"),
         (("quantize=int4", "quantize.group=3"), r"^quantize\.group=3: must be even"),
-        (("quantize=nf4", "quantize.blocks=elsewhere"), r"^quantize\.blocks=elsewhere: no list of blocks there"),
     ],
 )
 def test_what_cannot_be_quantised_is_one_line(overrides: tuple[str, ...], message: str):
