@@ -198,30 +198,19 @@ def test_settings_out_of_range_are_refused(setting: dict, message: str):
         HostAdamW(parameters(), **setting)
 
 
-def test_all_cores_but_one_update(monkeypatch: pytest.MonkeyPatch):
-    for cores, threads in ((16, 15), (2, 1), (1, 1)):
-        monkeypatch.setattr("offload.optimizer.adamw.usable_cores", lambda cores=cores: cores)
-        assert HostAdamW(parameters()).threads == threads
-    assert HostAdamW(parameters(), threads=5).threads == 5
-
-
-@pytest.mark.parametrize(("cores", "at_step", "inside"), [(16, 15, 13), (2, 1, 1)])
+@pytest.mark.parametrize(("cores", "at_step", "inside"), [(16, 15, 13), (2, 1, 1), (1, 1, 1)])
 def test_inside_backward_cores_are_left_to_it(cores: int, at_step: int, inside: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("offload.optimizer.adamw.usable_cores", lambda: cores)
     model, mode = nn.Sequential(nn.Linear(4, 4)), BounceLinear()
     optimizer = HostAdamW(model.parameters())
     given = HostAdamW(model.parameters(), threads=5)
+    assert (optimizer.threads, given.threads) == (at_step, 5)
     with attached(mode, model):
         for early, threads in ((True, inside), (False, at_step)):
             mode.overlap(optimizer, early)
             assert optimizer.threads == threads
             mode.overlap(given, early)
             assert given.threads == 5
-
-
-def test_no_parameters_are_refused_as_by_torch():
-    with pytest.raises(ValueError, match="empty parameter list"):
-        HostAdamW([], decay_norms_and_biases=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -240,18 +229,3 @@ def test_a_devices_own_kernel_updates_all_its_parameters(dtype: torch.dtype, mon
             optimizer.states.place(weights, host)
         train(optimizer, weights)
         assert same(weights, expected)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_host_and_device_parameters_in_one_model():
-    for dtype in (torch.float32, torch.bfloat16):
-        host, device = parameters(dtype), parameters(dtype, "cuda")
-        train(optimizer := HostAdamW([*host, *device], **SETTINGS), [*host, *device])
-        expected = parameters(dtype)
-        give = [*expected, *(nn.Parameter(weight.detach().clone()) for weight in expected)]
-        train(reference := HostAdamW(give, **SETTINGS, threads=1), give)
-        for ours, theirs in zip([*host, *device], give, strict=True):
-            one, other = (made.state[p]["exp_avg_sq"] for made, p in ((optimizer, ours), (reference, theirs)))
-            torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
-            assert optimizer.state[ours]["exp_avg"].device == ours.device

@@ -20,7 +20,6 @@ from offload.optimizer.kernel_choice import (
     count_different,
     hard_operands,
     measure_update_rate,
-    sample,
     update_on,
 )
 from offload.optimizer.kernels import FusedUpdate, HyperParameters, Operands
@@ -67,15 +66,6 @@ def test_without_a_compiler_the_fused_kernel_is_taken(uncached: None, monkeypatc
     assert [record.message for record in caplog.records] == [
         "no C compiler found: AdamW takes torch's fused kernel, about a tenth as fast"
     ]
-
-
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_the_sample_has_the_tensors_of_the_format(format: StateFormat):
-    on = sample(format, 1000)
-    master = format.master_dtype(on.weight.dtype)
-    assert (on.master is None) if master is None else (on.master.dtype == master)
-    assert on.exp_avg.dtype == format.moment_dtype
-    assert (on.exp_avg_scale is not None) == (format.state_dtype == "int8")
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

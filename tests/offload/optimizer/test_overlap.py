@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -20,8 +19,8 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.streams.stream_checker import CheckedSignal
 from offload.weights.gradients import offloader
-from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, with_copy
-from tests.offload.helpers.optimizers import SETTINGS, near
+from tests.offload.helpers.models import Shared, Stack, assert_same, attached, tokens, with_copy
+from tests.offload.helpers.optimizers import SETTINGS
 from tests.offload.helpers.updates import (
     DTYPES,
     EARLY,
@@ -37,7 +36,6 @@ from tests.offload.helpers.updates import (
     train,
     updating,
 )
-from training.run.loop import clip_scale, gradient_norm
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -72,14 +70,6 @@ def test_equals_resident_step_by_step(mode: str, dtype: str, microbatches: int, 
     assert_same(seen, expected(other, dtype, microbatches, clip_norm))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.slow
-def test_equals_resident_where_every_unit_is_early(mode: str):
-    model = functools.partial(Stack, dropout=0.2)
-    seen = train(made(model), MODES[mode](), early=True, microbatches=3)
-    assert_same(seen, train(made(model), Resident(), microbatches=3))
-
-
 def test_clipping_clips():
     runs = [expected("none", "fp32", 3, clip_norm) for clip_norm in (0.05, None)]
     assert any(not torch.equal(one, other) for one, other in zip(*runs, strict=True))
@@ -92,37 +82,6 @@ def test_one_layer_used_three_times_and_a_tied_head(early: bool):
         train(ours, BounceLinear(slots=2, outside="stream"), early, inputs=tokens),
         train(theirs, Resident(), inputs=tokens),
     )
-
-
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.slow
-def test_equals_torchs_adamw_on_the_same_gradients(mode: str, clip_norm: float | None):
-    """With a schedule; torch clips the gradients, ours scales them in the update."""
-    model = made(Mixed)
-    masters = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()]
-    theirs = torch.optim.AdamW(masters, **SETTINGS)
-    mode, clipped = MODES[mode](), 0
-    with attached(mode, model):
-        ours = host_adamw(model, decay_norms_and_biases=True)
-        mode.overlap(ours, early=clip_norm is None)
-        schedules = [LambdaLR(one, lambda step: min((step + 1) / 5, 5 / (step + 1))) for one in (ours, theirs)]
-        for step in range(8):
-            one_step(model, mode, step, norms=clip_norm is not None)
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.clone()
-            scale = clip_scale(gradient_norm(model, mode.gradient_norms()), clip_norm)
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(masters, clip_norm)
-            ours.step(scale=scale)
-            theirs.step()
-            ours.zero_grad()
-            clipped += scale < 1
-            for schedule in schedules:
-                schedule.step()
-        ours.finish()
-        assert bool(clipped) == (clip_norm is not None)
-        near(model.parameters(), masters)
 
 
 @EARLY
@@ -167,17 +126,6 @@ def test_a_weight_that_backward_needs_after_its_gradient(mode: str, recompute: s
 
     ours, theirs = with_copy(made(model))
     assert_same(train(ours, MODES[mode](), early=True), train(theirs, Resident(), overlaps=False))
-
-
-def test_evaluation_between_steps_needs_weights_after_their_gradients():
-    model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=True) as optimizer:
-        for step in range(3):
-            one_step(model, mode, step)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model(stack_inputs(step, 0))
 
 
 def test_a_step_before_the_last_one_has_ended_is_refused_where_its_updates_have_begun():
@@ -388,3 +336,22 @@ def test_an_interrupt_of_a_wait_hides_no_update_from_later_waits(monkeypatch: py
         pending = [mode._overlap.is_pending(unit) for unit in mode._overlap._units]
         gate.set()
         assert all(pending)
+
+
+@EARLY
+def test_the_updates_of_an_optimizer_are_made_by_one_mode(early: bool):
+    first, second = made(Stack, torch.float32), made(Stack, torch.float32)
+    optimizer = host_adamw(nn.ModuleList([first, second]))
+    mode, other = LayerStream(), LayerStream()
+    with attached(mode, first):
+        mode.overlap(optimizer, early)
+        # Once more for the same mode.
+        mode.overlap(optimizer, early)
+        with attached(other, second):
+            with pytest.raises(RuntimeError, match="a mode makes the updates of this optimizer already"):
+                other.overlap(optimizer, early)
+            one_step(first, mode)
+            optimizer.step()
+    assert optimizer.state
+    with attached(other, second):
+        other.overlap(optimizer, early)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.claims import Claim, update_in_place
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import FusedUpdate, HyperParameters
-from offload.optimizer.shared_states import PlacedSlices, SharedStates, part_of
+from offload.optimizer.shared_states import SharedStates, part_of
 from offload.sharing.sharers import NO_SHARERS, meet
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -57,7 +55,9 @@ FORMATS = [
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "format"), [(torch.float32, {}), *((torch.bfloat16, format) for format in FORMATS)], ids=str
+    ("dtype", "format"),
+    [(torch.float32, {}), (torch.float16, {}), *((torch.bfloat16, format) for format in FORMATS)],
+    ids=str,
 )
 def test_updates_of_slices_are_that_of_the_whole(dtype: torch.dtype, format: dict[str, str], on_device: bool):
     slices = IN_BLOCKS if format.get("state_dtype") == "int8" else SLICES
@@ -125,6 +125,33 @@ def test_a_state_that_is_loaded_replaces_that_of_slices_on_a_device():
     assert all(map(torch.equal, given, expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_written_between_updates_on_the_device_counts(dtype: torch.dtype):
+    expected = parameters(dtype)
+    whole = optimizer_of(expected)
+
+    def train(given: list[nn.Parameter], optimizer: HostAdamW) -> None:
+        for number in range(3):
+            step(given, optimizer, number)
+            with torch.no_grad():
+                given[0].mul_(0.5)
+
+    def work(sharers: ThreadSharers) -> list[nn.Parameter]:
+        given = parameters(dtype)
+        optimizer = optimizer_of(given)
+        optimizer.states.share({p: [range(p.numel())] for p in given}, sharers)
+        optimizer.states.place(given, torch.device("cpu"))
+        optimizer.allocate()
+        train(given, optimizer)
+        # Until they are brought home, the states there are as they were.
+        assert not optimizer.state[given[0]]["exp_avg"].any()
+        return given
+
+    train(expected, whole)
+    (found,) = as_sharers(1, work)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_states_on_the_device_end_with_those_at_home():
     """Where what is loaded has no states, the next update makes them anew, in both places."""
     (given, _), (expected, _) = parameters(torch.float32), parameters(torch.float32)
@@ -171,75 +198,7 @@ def test_states_in_8_bits_are_refused_where_a_slice_does_not_begin_with_a_block(
         optimizer.states.share(dict(zip(given, SLICES[0], strict=True)), None)
 
 
-# Slices on a device.
-
-CPU = torch.device("cpu")
-RULE = HyperParameters(0.1, 0.9, 0.999, 1e-8, 0.01)
 PARTS = [range(256), range(512, 600)]
-
-
-def made(dtype: torch.dtype, format: StateFormat) -> tuple[nn.Parameter, dict[str, Tensor]]:
-    weight = nn.Parameter(torch.randn(600, generator=torch.Generator().manual_seed(0)).to(dtype).view(30, 20))
-    state = {name: torch.zeros(shape, dtype=of) for name, (of, shape) in format.tensors(dtype, weight.shape).items()}
-    if "master" in state:
-        state["master"].copy_(weight.detach())
-    return weight, state
-
-
-def gradient_of(weight: Tensor, number: int) -> Tensor:
-    return torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight.dtype)
-
-
-FORMATS = [StateFormat(), StateFormat("stochastic", "bf16"), StateFormat("compact", "int8")]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_updates_are_those_of_the_slices_of_the_whole(dtype: torch.dtype, format: StateFormat):
-    (weight, state), (whole, expected) = made(dtype, format), made(dtype, format)
-    placed, kernel = PlacedSlices(weight, PARTS, format, CPU), FusedUpdate(1)
-    for number in range(3):
-        if number == 2 and format.master_dtype(dtype) != torch.float32:
-            # What the caller writes between updates counts, but for a float32 master, which overwrites it.
-            for parameter in (weight, whole):
-                with torch.no_grad():
-                    parameter.mul_(0.5)
-        gradient = gradient_of(weight, number)
-        for values in (state, expected):
-            values["step"] += 1
-        torch.autograd.graph.increment_version(weight)
-        own = torch.cat([gradient.view(-1)[part.start : part.stop] for part in PARTS])
-        claim = Claim(weight, gradient, RULE, format, 7)
-        pairs = placed.update(claim, state, own, kernel, 0.5)
-        assert [len(home) for home, _ in pairs] == [256, 88]
-        for home, new in pairs:
-            home.copy_(new)
-        update_in_place(Claim(whole, gradient, RULE, format, 7), expected, kernel, 0.5, PARTS)
-        assert torch.equal(weight, whole)
-    # Until they are copied home, the states there are as they were.
-    name = format.moment_names[0]
-    assert not state[name].any()
-    placed.copy_home(state)
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(value, expected[key]) for key, value in state.items())
-
-
-def test_forgotten_states_are_made_from_those_at_home():
-    weight, state = made(torch.bfloat16, StateFormat())
-    placed = PlacedSlices(weight, PARTS, StateFormat(), CPU)
-    claim = Claim(weight, gradient_of(weight, 0), RULE, StateFormat(), 0)
-    own = torch.zeros(344, dtype=torch.bfloat16)
-    state["step"] += 1
-    torch.autograd.graph.increment_version(weight)
-    placed.update(claim, state, own, FusedUpdate(1), 1.0)
-    state["exp_avg"].fill_(3.0)
-    placed.forget()
-    torch.autograd.graph.increment_version(weight)
-    placed.update(claim, state, own, FusedUpdate(1), 1.0)
-    placed.copy_home(state)
-    assert state["exp_avg"].view(-1)[:256].unique().item() == pytest.approx(2.7)
-    # That is no slice of this process.
-    assert state["exp_avg"].view(-1)[256:512].unique().item() == 3.0
 
 
 def test_scales_are_those_of_the_blocks():

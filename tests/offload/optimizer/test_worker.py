@@ -1,15 +1,17 @@
-"""The thread that updates units: at any pace, its errors, its order and its end."""
+"""The thread that updates units: at any pace, its errors, and its end, after which it refers to nothing."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
 import subprocess
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +21,8 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.worker import UpdateWorker
+from offload.streams import registry
 from offload.streams.stream_checker import CheckedEvent
 from tests import ROOT
 from tests.offload.helpers.census import assert_given_back
@@ -41,26 +45,38 @@ from tests.offload.helpers.updates import (
 pytestmark = pytest.mark.usefixtures("small")
 
 
+def irregular(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes some updates at once, some late."""
+    apply, pauses = HostAdamW.apply, random.Random(0)
+
+    def irregular_apply(self, claims, scale=1.0):
+        if threading.current_thread().name == WORKER:
+            time.sleep(pauses.choice([0, 0, 0.001, 0.004]))
+        apply(self, claims, scale)
+
+    monkeypatch.setattr(HostAdamW, "apply", irregular_apply)
+
+
 @EARLY
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pace", [sleepy, eager])
+@pytest.mark.parametrize("pace", [sleepy, eager, irregular])
 @pytest.mark.slow
 def test_the_pace_of_the_worker_changes_no_number(pace: Callable, mode: str, early: bool, monkeypatch):
+    """Updates that begin at the step are clipped."""
     pace(monkeypatch)
     ours, theirs = with_copy(made(Stack))
-    assert_same(
-        train(ours, MODES[mode](), early, steps=5, microbatches=2),
-        train(theirs, Resident(), steps=5, microbatches=2),
-    )
+    options = {"steps": 6, "microbatches": 2, "clip_norm": None if early else 0.05}
+    assert_same(train(ours, MODES[mode](), early, **options), train(theirs, Resident(), **options))
 
 
 @EARLY
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reader", ["evaluation", "optimizer", "model", "detach"])
+@pytest.mark.parametrize("reader", ["evaluation", "optimizer", "model", "loading", "detach"])
 @pytest.mark.sampled
 def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
     threads = sleepy(monkeypatch, 0.003)
     ours, theirs = with_copy(made(Stack))
+    start = copy.deepcopy(ours.state_dict())
 
     def read(model: nn.Module, optimizer: HostAdamW) -> list[torch.Tensor]:
         if reader == "evaluation":
@@ -68,6 +84,8 @@ def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monke
                 return [model(stack_inputs(9, 9))]
         if reader == "optimizer":
             return states_of(optimizer)
+        if reader == "loading":
+            model.load_state_dict(start)
         return [tensor.clone() for tensor in model.state_dict().values()] if reader == "model" else []
 
     def run(model: nn.Module, mode) -> list[torch.Tensor]:
@@ -75,41 +93,6 @@ def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monke
 
     assert_same(run(ours, MODES[mode]()), run(theirs, Resident()))
     assert WORKER in threads
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_weights_that_the_model_loads_are_written_after_updates_under_way(mode: str, monkeypatch: pytest.MonkeyPatch):
-    sleepy(monkeypatch, 0.003)
-    start = copy.deepcopy(made(Stack).state_dict())
-
-    def run(mode) -> list[torch.Tensor]:
-        model = made(Stack)
-
-        def load(optimizer: HostAdamW) -> list[torch.Tensor]:
-            model.load_state_dict(start)
-            return []
-
-        return train(model, mode, steps=2, after_step=load)
-
-    assert_same(run(MODES[mode]()), run(Resident()))
-
-
-@EARLY
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.slow
-def test_an_irregular_worker_changes_no_number(mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
-    """Some updates are made at once, some late; clipped where they begin at the step."""
-    apply, pauses = HostAdamW.apply, random.Random(0)
-
-    def irregular(self, claims, scale=1.0):
-        if threading.current_thread().name == WORKER:
-            time.sleep(pauses.choice([0, 0, 0.001, 0.004]))
-        apply(self, claims, scale)
-
-    monkeypatch.setattr(HostAdamW, "apply", irregular)
-    ours, theirs = with_copy(made(Stack))
-    options = {"steps": 8, "microbatches": 2, "clip_norm": None if early else 0.05}
-    assert_same(train(ours, MODES[mode](), early, **options), train(theirs, Resident(), **options))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -182,12 +165,11 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("at", [1, 4])
-def test_an_error_of_the_worker_is_raised_by_the_next_wait(at: int, wait: str, mode: str, monkeypatch):
+def test_an_error_of_the_worker_is_raised_by_the_next_wait(at: int, wait: str, monkeypatch: pytest.MonkeyPatch):
     failing(monkeypatch, at)
-    model, mode = made(functools.partial(Stack, depth=8)), MODES[mode]()
+    model, mode = made(functools.partial(Stack, depth=8)), LayerStream(slots=2)
     with updating(mode, model, early=False) as optimizer:
         with pytest.raises(WorkerError, match="no more") as caught:
             steps_until(WAITS[wait], model, mode, optimizer)
@@ -312,3 +294,41 @@ optimizer.step()
 """
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_an_idle_thread_ends_and_the_next_offer_starts_another(monkeypatch: pytest.MonkeyPatch):
+    started = []
+    start = UpdateWorker._start
+
+    def noted_start(self: UpdateWorker) -> None:
+        before = self._thread
+        start(self)
+        if self._thread is not before:
+            started.append(self._thread)
+
+    monkeypatch.setattr(UpdateWorker, "_start", noted_start)
+    monkeypatch.setattr("offload.optimizer.worker.IDLE_S", 0.0)
+    ours, theirs = with_copy(made(Stack))
+    assert_same(train(ours, LayerStream(), early=True, steps=3), train(theirs, Resident(), steps=3))
+    assert len(started) > 1
+    assert no_worker_lives()
+
+
+def test_a_mode_that_is_dropped_after_updates_is_freed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offload.optimizer.worker.IDLE_S", 0.01)
+    streams = registry.acquire("cpu")
+    model, mode = made(Stack), LayerStream()
+    mode.attach(model, streams)
+    optimizer = HostAdamW(model.parameters(), lr=0.1)
+    mode.overlap(optimizer, early=False)
+    one_step(model, mode, 0)
+    optimizer.step()
+    optimizer.finish()
+    left = weakref.ref(model)
+    del model, mode, optimizer
+    deadline = time.monotonic() + 300
+    while left() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert left() is None
+    registry.release(streams)
