@@ -108,13 +108,13 @@ class LibraryTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Returns one uint32 array for each text. It tokenises in threads; their number does not change the result."""
-        with self._refusing("cannot encode the text"):
+        with refusing(f"{KEY}={self._given}: cannot encode the text"):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of these ids without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        with self._refusing("cannot decode the tokens"):
+        with refusing(f"{KEY}={self._given}: cannot decode the tokens"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def id_of(self, token: str) -> int | None:
@@ -141,19 +141,21 @@ class LibraryTokenizer:
         """Returns the ids that the post-processor puts before and after a text."""
         if not self._tokenizer.num_special_tokens_to_add(is_pair=False):
             return (), ()
-        with self._refusing(f"cannot encode {TEXT!r}"):
+        with refusing(f"{KEY}={self._given}: cannot encode {TEXT!r}"):
             bare, whole = (self._tokenizer.encode(TEXT, add_special_tokens=around).ids for around in (False, True))
         before = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return tuple(whole[:before]), tuple(whole[before + len(bare) :])
 
-    @contextmanager
-    def _refusing(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises Exception itself, and its panics are no Exception
-            raise refused(self._given, error, what) from error
+
+@contextmanager
+def refusing(before: str, advice: str = ADVICE) -> Iterator[None]:
+    """Raises a UserError for any error of the library in the block: `before`, its message and `advice`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises Exception itself, and its panics are no Exception
+        raise UserError(f"{before} ({first_line(error)}): {advice}") from error
 
 
 def of_file(given: str, path: Path) -> LibraryTokenizer:
@@ -165,12 +167,8 @@ def of_file(given: str, path: Path) -> LibraryTokenizer:
     from tokenizers import Tokenizer
 
     check_in_a_process(given, path)
-    try:
+    with refusing(f"{KEY}={given}: not a Hugging Face tokenizers JSON file"):
         tokenizer = Tokenizer.from_file(str(path))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise refused(given, error, "not a Hugging Face tokenizers JSON file") from error
     values = values_of(path.parent)
     special = {name: text for name in values if name.endswith("_token") and (text := token_in(values, name))}
     known = {name: text for name, text in special.items() if tokenizer.token_to_id(text) is not None}
@@ -196,12 +194,8 @@ def of_folder(given: str, folder: Path) -> LibraryTokenizer:
         check_in_a_process(given, folder / TOKENIZER_FILE)
     from transformers import AutoTokenizer
 
-    try:
+    with refusing(f"{KEY}={given}: transformers cannot load it"):
         pretrained = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise refused(given, error, "transformers cannot load it") from error
     if not getattr(pretrained, "is_fast", False):
         raise UserError(f"{KEY}={given}: {type(pretrained).__name__} is none of the library tokenizers: {ADVICE}")
     return LibraryTokenizer(given, pretrained.backend_tokenizer, pretrained.eos_token, pretrained)
@@ -221,8 +215,3 @@ def check_in_a_process(given: str, path: Path) -> None:
             return
         problem = "its precompiled_charsmap is damaged"
     raise UserError(f"{KEY}={given}: {problem}: download the file again, or {ADVICE}")
-
-
-def refused(given: str, error: BaseException, what: str) -> UserError:
-    """Returns the error for a tokenizer that is not what was asked for."""
-    return UserError(f"{KEY}={given}: {what} ({first_line(error)}): {ADVICE}")

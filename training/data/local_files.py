@@ -72,11 +72,16 @@ def read_files(files: Sequence[Path], text_column: str, key: str = "dataset.file
         UserError: a file cannot be read or does not have the format of its extension; or it has no column
             `text_column`, or that column does not contain text.
     """
+    return read_each(files, key, lambda file: READERS[file.suffix.lower()](file, text_column))
+
+
+def read_each(files: Sequence[Path], key: str, read: Callable[[Path], Iterator[Any]]) -> Iterator[Any]:
+    """Yields what `read` yields of files that are not empty; what it raises becomes a UserError, naming `key`."""
     for file in files:
         if file.stat().st_size == 0:
             continue
         try:
-            yield from READERS[file.suffix.lower()](file, text_column)
+            yield from read(file)
         # Arrow, JSON and Unicode errors are all ValueErrors.
         except (OSError, ValueError) as error:
             raise UserError(f"{key}: cannot read {file}: {first_line(error)}; repair or remove this file") from error

@@ -2,8 +2,8 @@
 
 A tokenizer has `vocab_size` (the rows that a model's embedding needs), `end_of_text_id`, `begin` and `end` (ids around
 each document), `stops` (ids that end a generated text), `encode_batch(texts)`, which returns one numpy array for each
-text and adds no special tokens, `decode(ids)`, `id_of(token)` and `pretrained`, transformers' fast tokenizer with the
-same ids, which is made on first use.
+text and adds no special tokens, `decode(ids)`, `id_of(token)`, `vocabulary` (the ids by their text) and `pretrained`,
+transformers' fast tokenizer with the same ids, which is made on first use.
 """
 
 from __future__ import annotations

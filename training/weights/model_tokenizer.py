@@ -12,9 +12,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from training.config.declare import AUTO
-from training.data.byte_tokenizer import library_bytes
 from training.data.hub_client import HubName
-from training.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from training.data.tokenizer import ByteTokenizer, load_tokenizer
 from training.data.tokenizer_folder import TOKENIZER_FILE, cached_folder, has_tokenizer
 from training.errors import UserError, as_user_error
 from training.runs.files import CONFIG_FILE, home_expanded
@@ -82,8 +81,8 @@ def refuse_foreign_tokenizer(config: DictConfig, download: bool = False) -> None
         return
     if not (download or (own.is_here() and tokenizer_is_here(config))):
         return
-    known = {number: token for token, number in vocabulary_of(load_tokenizer(own.value)).items()}
-    for token, number in sorted(vocabulary_of(load_tokenizer(given)).items(), key=lambda entry: entry[1]):
+    known = {number: token for token, number in load_tokenizer(own.value).vocabulary.items()}
+    for token, number in sorted(load_tokenizer(given).vocabulary.items(), key=lambda entry: entry[1]):
         if known.get(number) != token:
             there = f"is {known[number]!r}" if number in known else "stands for nothing"
             raise UserError(
@@ -105,13 +104,6 @@ def brought_tokenizer(config: DictConfig) -> bool:
     return own is not None and _place(config.dataset.tokenizer) == _place(own.value)
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns the ids of all tokens, by their text."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return library_bytes().get_vocab(with_added_tokens=True)
-    return tokenizer.vocabulary
-
-
 def is_of_bytes(file: Path) -> bool:
     """Tells whether a tokenizer.json, as of an exported model, is the tokenizer of bytes."""
     from tokenizers import Tokenizer
@@ -122,7 +114,7 @@ def is_of_bytes(file: Path) -> bool:
         found = Tokenizer.from_file(str(file))
     except Exception:  # the library raises Exception itself; that it is none is said where it is loaded
         return False
-    same = found.get_vocab(with_added_tokens=True) == library_bytes().get_vocab(with_added_tokens=True)
+    same = found.get_vocab(with_added_tokens=True) == ByteTokenizer().vocabulary
     return same and not found.num_special_tokens_to_add(is_pair=False)
 
 

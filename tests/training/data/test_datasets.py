@@ -26,9 +26,6 @@ def test_stdlib_is_python_source() -> None:
     assert "import " in text
     assert dataset.vocab_size == 257
     assert dataset.num_blocks * 512 > 5_000_000
-
-
-def test_max_tokens_cuts_the_corpus() -> None:
     assert StdlibText(**SIZES, max_tokens=801).num_blocks == 100
 
 
@@ -60,15 +57,6 @@ def test_max_tokens_stops_reading(write, monkeypatch: pytest.MonkeyPatch) -> Non
     assert TextFiles(files, **SIZES, max_tokens=50).num_blocks == 6
 
 
-def test_a_tokenizer_file_gives_the_ids(write, tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({"x": 0, "</s>": 70_000}, unk_token="x"))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    files = [write(f"{number}.txt", "x") for number in range(8)]
-    dataset = TextFiles(files, **SIZES, tokenizer=str(tmp_path / "tokenizer.json"))
-    assert dataset._tokens.tolist() == [0, 70_000] * 8
-    assert dataset.vocab_size == 70_001
-
-
 def test_synthetic_batches_are_new_random_tokens() -> None:
     dataset = SyntheticTokens(vocab_size=50, seed=0, seq_len=99, batch_size=100)
     first, second = dataset.batch(0), dataset.batch(1)
@@ -79,6 +67,9 @@ def test_synthetic_batches_are_new_random_tokens() -> None:
     assert (counts - 400).abs().max() < 5 * 20  # five standard deviations of a uniform draw
     assert not torch.equal(first, second)
     assert torch.equal(first, dataset.batch(0))
+    evaluated = dataset.eval_batches(2)
+    assert len({batch.numpy().tobytes() for batch in (first, second, *evaluated)}) == 4
+    assert torch.equal(torch.stack(dataset.eval_batches(2)), torch.stack(evaluated))
     with pytest.raises(UserError, match=r"dataset\.vocab_size=0: must be at least 1"):
         SyntheticTokens(vocab_size=0, **SIZES)
 
@@ -147,15 +138,6 @@ def test_batches_are_the_same_in_another_process_and_nothing_is_left_behind(
     assert printed.strip() == str(expected)
     assert [path for path in folder.rglob("*") if not path.is_dir()] == []
     assert sorted(path.name for path in folder.rglob("*")) == ["here", "home", "tmp"]
-
-
-def test_synthetic_evaluation_has_tokens_of_its_own() -> None:
-    dataset = SyntheticTokens(vocab_size=1000, **SIZES)
-    evaluated = dataset.eval_batches(3)
-    assert [batch.shape for batch in evaluated] == [(2, 9)] * 3
-    batches = [*evaluated, *(dataset.batch(index) for index in range(3))]
-    assert len({batch.numpy().tobytes() for batch in batches}) == 6
-    assert torch.equal(torch.stack(dataset.eval_batches(3)), torch.stack(evaluated))
 
 
 def test_keys_say_what_stands_around_documents(tmp_path: Path):

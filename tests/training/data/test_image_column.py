@@ -115,13 +115,8 @@ def test_damaged_pictures_are_named_by_their_hash(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": ""}, r"dataset\.name is empty"),
-        ({"split": "trian"}, r"dataset\.name=.* dataset\.split=trian: Bad split: trian"),
-        ({"image_column": "img"}, r"dataset\.image_column=img: no such column in .*; it has image, label"),
         ({"label_column": "kind"}, r"dataset\.label_column=kind: no such column in .*; it has image, label"),
         ({"image_column": "label"}, r"dataset\.image_column=label: contains int, not the bytes of pictures"),
-        ({"crop": "left"}, r"dataset\.crop=left: must be random or centre"),
-        ({"eval_share": 0.7}, r"dataset\.eval_share=0\.7: must be at least 0"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(repository: str, options: dict, message: str) -> None:

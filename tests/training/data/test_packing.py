@@ -14,9 +14,10 @@ from training.errors import UserError
 SEQ_LEN = 4
 
 
-def packed(num_tokens: int, batch_size: int = 3, seed: int = 0) -> PackedTokens:
+def packed(num_tokens: int, batch_size: int = 3, eval_share: float = 0.0) -> PackedTokens:
     tokens = np.arange(num_tokens, dtype=np.uint16)
-    return PackedTokens(tokens, vocab_size=num_tokens, seed=seed, seq_len=SEQ_LEN, batch_size=batch_size)
+    sizes = {"vocab_size": num_tokens, "seed": 0, "seq_len": SEQ_LEN, "batch_size": batch_size}
+    return PackedTokens(tokens, **sizes, eval_share=eval_share)
 
 
 def test_an_epoch_predicts_every_token_but_the_first_once() -> None:
@@ -78,13 +79,6 @@ def test_fewer_tokens_than_a_block_are_refused_with_the_numbers() -> None:
         packed(SEQ_LEN)
 
 
-def test_documents_are_separated_and_pieces_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "CHARACTERS_PER_CALL", 3)
-    pieces = [("ab", False), ("cd", False), ("", True), ("e", True)]
-    tokens = np.concatenate(list(tokenise(pieces, ByteTokenizer())))
-    assert tokens.tolist() == [*b"abcd", 256, *b"e", 256]
-
-
 def test_limit_tokens_stops_reading() -> None:
     def endless():
         while True:
@@ -104,35 +98,31 @@ def test_tokens_use_as_few_bytes_as_the_vocabulary_allows(vocab_size: int, dtype
     assert tokens.tolist() == ids
 
 
-def held_out(num_tokens: int, eval_share: float) -> PackedTokens:
-    tokens = np.arange(num_tokens, dtype=np.uint16)
-    sizes = {"vocab_size": num_tokens, "seed": 0, "seq_len": SEQ_LEN, "batch_size": 3}
-    return PackedTokens(tokens, **sizes, eval_share=eval_share)
-
-
 def test_no_held_out_token_is_trained_on_and_each_is_evaluated_on() -> None:
-    dataset = held_out(100, 0.25)
+    dataset = packed(100, eval_share=0.25)
     labels = torch.cat([dataset.batch(index) for index in range(12)])
     assert labels.max() < 75
     evaluated = dataset.eval_batches(9)
     assert [len(batch) for batch in evaluated] == [3, 3]
     assert sorted(torch.cat(evaluated)[:, 1:].flatten().tolist()) == list(range(76, 100))
-    assert dataset.data_sha256 == held_out(100, 0.0).data_sha256
+    assert dataset.data_sha256 == packed(100, eval_share=0.0).data_sha256
 
 
 def test_fewer_batches_are_spread_over_the_held_out_text() -> None:
-    dataset = held_out(4000, 0.5)
+    dataset = packed(4000, eval_share=0.5)
     (batch,) = dataset.eval_batches(1)
     assert batch[:, 0].tolist() == [2000, 2000 + 166 * SEQ_LEN, 2000 + 332 * SEQ_LEN]
     assert torch.equal(dataset.eval_batches(1)[0], batch)
 
 
 def test_a_share_below_a_block_holds_nothing_out() -> None:
-    dataset = held_out(4 * SEQ_LEN + 1, 0.25)
+    dataset = packed(4 * SEQ_LEN + 1, eval_share=0.25)
     assert (dataset.num_blocks, dataset.eval_batches(1)) == (4, [])
 
 
-def test_documents_begin_and_end_as_the_tokenizer_says():
+@pytest.mark.parametrize("characters_per_call", [1, packing.CHARACTERS_PER_CALL])
+def test_documents_begin_and_end_as_the_tokenizer_says(characters_per_call: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packing, "CHARACTERS_PER_CALL", characters_per_call)
     tokenizer = ByteTokenizer()
     pieces = [("a", False), ("b", True), ("c", True), ("d", False)]
 

@@ -20,7 +20,7 @@ from training.data.chats.kept import Kept
 from training.data.chats.reading import Rows as RowsRead
 from training.data.chats.reading import read_files, read_hub
 from training.data.chats.rendering import Renderer, Sample
-from training.data.chats.rows import PackedRows, PaddedRows, Rows, SampleTokens, meta_rows
+from training.data.chats.rows import PackedRows, PaddedRows, Rows, SampleTokens, meta_batch
 from training.data.examples import check_share
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
@@ -198,7 +198,8 @@ class Chats(OfMessages):
     @staticmethod
     def meta_tokens(rows: int, seq_len: int, *, packed: bool = False, **keys: object) -> dict[str, Tensor]:
         """Returns the longest batch of so many rows, on the meta device; `keys` are others of the option."""
-        return meta_rows(rows, seq_len, packed=packed)
+        extra = {"segments": (rows, seq_len)} if packed else {"lengths": (rows,)}
+        return meta_batch(input_ids=(rows, seq_len), labels=(rows, seq_len), **extra)
 
     def _rendered(self, rows: RowsRead) -> Iterator[tuple[Sample]]:
         renderer = Renderer(self._tokenizer, self._template, self._train_on)

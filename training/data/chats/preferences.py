@@ -10,18 +10,16 @@ Beside these a row may have `system`, `tools` and `chat_template_kwargs`, as cha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from training.data.chats.chat import OfMessages
 from training.data.chats.conversations import Columns, Conversation, Message, conversation_with, messages_of
 from training.data.chats.reading import Rows
 from training.data.chats.rendering import Sample
-from training.data.chats.rows import PairRows
+from training.data.chats.rows import PairRows, meta_batch
 from training.data.chats.templates import Template
 from training.errors import UserError
 
@@ -56,9 +54,8 @@ class Preferences(OfMessages):
     @staticmethod
     def meta_tokens(rows: int, seq_len: int, **keys: Any) -> dict[str, Tensor]:
         """Returns a batch as `batch` does, on the meta device and of the longest pairs."""
-        tokens = torch.empty(rows, 2, seq_len, dtype=torch.int64, device="meta")
-        few = {"lengths": tokens.new_empty(rows, 2), "index": tokens.new_empty(rows)}
-        return {"input_ids": tokens, "labels": torch.empty_like(tokens), **few}
+        shape = (rows, 2, seq_len)
+        return meta_batch(input_ids=shape, labels=shape, lengths=(rows, 2), index=(rows,))
 
     def _rendered(self, rows: Rows) -> Iterator[tuple[Sample, Sample]]:
         pairs = (pair_of(row, self._columns, place) for place, row in rows)
@@ -68,16 +65,11 @@ class Preferences(OfMessages):
         return PairRows(self._tokens, numbers, **self._sizes)
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two conversations that begin with the same `prompt` messages."""
 
     chosen: Conversation
     rejected: Conversation
-
-    @property
-    def where(self) -> str:
-        return self.chosen.where
 
 
 def pair_of(row: Mapping[str, Any], columns: Columns, where: str) -> Pair:
@@ -133,7 +125,7 @@ def pair_samples(pairs: Iterable[Pair], template: Template) -> Iterator[tuple[Sa
     Both answers begin at the same token: a template may write a prompt otherwise once an answer follows, and tokens may
     join across its end.
     """
-    encodings = template.encoded((pair.where, text, None) for pair in pairs for text in _texts(pair, template))
+    encodings = template.encoded((pair.chosen.where, text, None) for pair in pairs for text in _texts(pair, template))
     ids = (np.array(encoding.ids, dtype=np.uint32) for encoding, _ in encodings)
     for prompt, chosen, rejected in zip(ids, ids, ids, strict=True):
         start = min(_common(prompt, chosen), _common(prompt, rejected))

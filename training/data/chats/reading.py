@@ -14,7 +14,7 @@ from typing import Any
 
 from training.data.corpus import import_datasets
 from training.data.hub_rows import open_rows
-from training.data.local_files import find_files, json_items, json_lines, json_value
+from training.data.local_files import find_files, json_items, json_lines, json_value, read_each
 from training.errors import UserError, first_line
 
 EXTENSIONS = (".jsonl", ".json", ".parquet")
@@ -32,15 +32,8 @@ def read_files(patterns: str | Sequence[str] | None, key: str = "dataset.files")
     Raises:
         UserError: a file is missing, cannot be read, or does not have the format of its extension.
     """
-    for file in find_files(patterns, key, EXTENSIONS):
-        if file.stat().st_size == 0:
-            continue
-        try:
-            for place, row in READERS[file.suffix.lower()](file):
-                yield f"{file} {place}", row
-        # Arrow, JSON and Unicode errors are all ValueErrors.
-        except (OSError, ValueError) as error:
-            raise UserError(f"{key}: cannot read {file}: {first_line(error)}; repair or remove this file") from error
+    files = find_files(patterns, key, EXTENSIONS)
+    return read_each(files, key, lambda file: _named(f"{file}", READERS[file.suffix.lower()](file)))
 
 
 def read_hub(name: str, config_name: str | None, split: str, revision: str | None, folder: str) -> Rows:
@@ -51,12 +44,13 @@ def read_hub(name: str, config_name: str | None, split: str, revision: str | Non
     """
     rows = open_rows(name, config_name, split, revision=revision, folder=folder, otherwise=USE_LOCAL_FILES)
     try:
-        for place, row in _of_arrow(rows):
-            yield f"dataset.name={name} {place}", row
+        yield from _named(f"dataset.name={name}", _of_arrow(rows))
     except Exception as error:  # the library raises about ten types of error, without a common base class
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"dataset.name={name}: {first_line(error)}") from error
+
+
+def _named(source: str, rows: Rows) -> Rows:
+    return ((f"{source} {place}", row) for place, row in rows)
 
 
 def _read_json_lines(file: Path) -> Rows:

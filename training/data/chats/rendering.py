@@ -66,10 +66,6 @@ class Renderer:
         # The roles of which one message was looked for in its text.
         self._roles: set[str] = set()
 
-    def sample(self, conversation: Conversation) -> Sample:
-        """Renders one conversation."""
-        return next(self.samples([conversation]))
-
     def samples(self, conversations: Iterable[Conversation]) -> Iterator[Sample]:
         """Renders conversations in their order."""
         for encoding, spans in self.template.encoded((each.where, *self.text(each)) for each in conversations):

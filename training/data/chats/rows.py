@@ -278,10 +278,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     return items, np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))]).astype(np.int64)
 
 
-def meta_rows(rows: int, length: int, *, packed: bool) -> dict[str, Tensor]:
-    """Returns the shapes of the longest batch of so many rows, on the meta device."""
-    extra = {"segments": (rows, length)} if packed else {"lengths": (rows,)}
-    shapes = {"input_ids": (rows, length), "labels": (rows, length), **extra}
+def meta_batch(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Returns a batch of int64 tensors of these shapes, by name, on the meta device."""
     return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
 
 

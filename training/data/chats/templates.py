@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from training.data.byte_tokenizer import ByteTokenizer
 from training.data.chats.conversations import Conversation
+from training.data.library_tokenizer import refusing
 from training.data.tokenizer import Tokenizer
 from training.errors import UserError, first_line
 from training.runs.files import home_expanded
@@ -104,15 +105,9 @@ class Template:
         """
         rest = iter(texts)
         while group := list(islice(rest, TEXTS_PER_CALL)):
-            try:
+            where = group[0][0] if len(group) == 1 else f"{group[0][0]} and the rows after it"
+            with refusing(f"{where}: the tokenizer cannot encode it", "mend the text"):
                 encodings = self._encoder.encode_batch([text for _, text, _ in group], add_special_tokens=False)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # the library raises Exception itself, and its panics are no Exception
-                where = group[0][0] if len(group) == 1 else f"{group[0][0]} and the rows after it"
-                raise UserError(
-                    f"{where}: the tokenizer cannot encode it ({first_line(error)}): mend the text"
-                ) from error
             yield from zip(encodings, (beside for _, _, beside in group), strict=True)
 
     @cached_property

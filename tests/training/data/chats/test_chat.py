@@ -174,11 +174,11 @@ def test_refusals(files: str, keys: dict, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_advice_for_chats_that_are_too_long_works(files: str) -> None:
-    assert chats(files, seq_len=60, too_long="truncate").num_blocks == 40
-    assert chats(files, seq_len=60, too_long="drop").num_blocks < 40
-
-
-def test_the_longest_batch_of_a_plan() -> None:
-    assert "lengths" in Chats.meta_tokens(2, 16, packed=False, files="a.jsonl")
-    assert "segments" in Chats.meta_tokens(2, 16, packed=True, files="a.jsonl")
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_longest_batch_of_a_plan(files: str, packed: bool) -> None:
+    planned = Chats.meta_tokens(2, 16, packed=packed, files="a.jsonl")
+    real = chats(files, seq_len=16, batch_size=2, packed=packed, too_long="truncate", train_on="all").batch(0)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in planned.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in real.items()
+    }
+    assert all(tensor.is_meta for tensor in planned.values())

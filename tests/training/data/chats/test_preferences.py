@@ -43,7 +43,7 @@ def test_layouts(row: dict[str, Any]) -> None:
     found = pair(row)
     assert (found.chosen.messages, found.rejected.messages) == ([USER, GOOD], [USER, BAD])
     assert found.chosen.prompt == found.rejected.prompt == 1
-    assert found.where == "row 1"
+    assert found.chosen.where == "row 1"
 
 
 def test_a_shared_beginning_may_have_turns_of_the_assistant() -> None:

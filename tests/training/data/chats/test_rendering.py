@@ -10,7 +10,7 @@ import pytest
 
 from tests.training.data.chats.chat_tokenizers import MARKED, PHI3, QWEN2, QWEN3, R1, chat_tokenizer
 from training.data.chats.conversations import Conversation
-from training.data.chats.rendering import Renderer
+from training.data.chats.rendering import Renderer, Sample
 from training.data.tokenizer import ByteTokenizer
 from training.errors import UserError
 
@@ -22,9 +22,13 @@ TWO_TURNS = Conversation([USER, FIRST, USER, SECOND], where="row 1")
 ANSWER = Conversation([USER, FIRST], prompt=1, where="row 1")
 
 
+def sample_of(renderer: Renderer, conversation: Conversation) -> Sample:
+    return next(renderer.samples([conversation]))
+
+
 def trained_texts(renderer: Renderer, tokenizer, conversation: Conversation) -> list[str]:
     """Returns the text of each run of tokens that are trained on."""
-    sample = renderer.sample(conversation)
+    sample = sample_of(renderer, conversation)
     assert len(sample.ids) == len(sample.trained)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trained, [0]])))
     runs = edges.reshape(-1, 2)
@@ -38,7 +42,7 @@ def test_marks_give_what_transformers_and_trl_train_on(conversation: Conversatio
         conversation.messages, return_dict=True, return_assistant_tokens_mask=True
     )
 
-    sample = Renderer(tokenizer).sample(conversation)
+    sample = sample_of(Renderer(tokenizer), conversation)
 
     assert sample.ids.dtype == np.uint32
     assert sample.ids.tolist() == expected["input_ids"]
@@ -70,7 +74,7 @@ def test_a_completion_is_trained_on_as_trl_does(template: str) -> None:
     begin = next((n for n, token in enumerate(prompt) if token != whole[n]), len(prompt))
 
     for train_on in ("assistant", "last"):
-        sample = Renderer(tokenizer, train_on=train_on).sample(ANSWER)
+        sample = sample_of(Renderer(tokenizer, train_on=train_on), ANSWER)
         assert sample.ids.tolist() == whole
         assert sample.trained.tolist() == [False] * begin + [True] * (len(whole) - begin)
 
@@ -102,7 +106,7 @@ def test_a_chat_that_the_assistant_begins() -> None:
 def test_turns_that_are_written_differently_later_are_refused_and_each_advice_works(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(QWEN3)
     with pytest.raises(UserError, match=r"^row 1: message 2: the template writes it differently") as caught:
-        Renderer(tokenizer).sample(TWO_TURNS)
+        sample_of(Renderer(tokenizer), TWO_TURNS)
     assert "take dataset.train_on=last, or a dataset.template=FILE with {% generation %} marks" in str(caught.value)
 
     last = trained_texts(Renderer(tokenizer, train_on="last"), tokenizer, TWO_TURNS)
@@ -119,8 +123,8 @@ def test_a_role_that_the_template_skips_is_told_once(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         for template in (MARKED, skipping):
             renderer = Renderer(chat_tokenizer(template), train_on="all")
-            renderer.sample(conversation)
-            renderer.sample(conversation)
+            sample_of(renderer, conversation)
+            sample_of(renderer, conversation)
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "row 1: message 2: the template writes nothing of a message of the role 'function_call': give the messages"
@@ -142,7 +146,7 @@ def test_bytes_are_rendered_by_the_plain_template() -> None:
     tokenizer = ByteTokenizer()
     renderer = Renderer(tokenizer)
 
-    sample = renderer.sample(ONE_TURN)
+    sample = sample_of(renderer, ONE_TURN)
 
     assert bytes(sample.ids[sample.trained][:-1].astype(np.uint8)).decode() == FIRST["content"]
     assert sample.ids[-1] == tokenizer.end_of_text_id
@@ -157,7 +161,7 @@ def test_many_are_rendered_as_each_alone() -> None:
 
     assert len(samples) == len(conversations)
     for conversation, sample in list(zip(conversations, samples, strict=True))[-3:]:
-        alone = renderer.sample(conversation)
+        alone = sample_of(renderer, conversation)
         assert np.array_equal(alone.ids, sample.ids)
         assert np.array_equal(alone.trained, sample.trained)
 
@@ -166,7 +170,7 @@ def test_a_text_that_has_no_tokens_is_refused_with_its_row() -> None:
     broken = Conversation([USER, {"role": "assistant", "content": "\ud800"}], where="row 1")
 
     with pytest.raises(UserError, match=r"^row 1: the tokenizer cannot encode it"):
-        Renderer(chat_tokenizer()).sample(broken)
+        sample_of(Renderer(chat_tokenizer()), broken)
 
 
 def test_an_unknown_choice_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from training.data.chats.rendering import Sample
-from training.data.chats.rows import BATCHES_OF_WINDOW, PackedRows, PaddedRows, SampleTokens, best_fit, meta_rows
+from training.data.chats.rows import BATCHES_OF_WINDOW, PackedRows, PaddedRows, SampleTokens, best_fit
 
 
 def tokens_of(lengths: list[int]) -> SampleTokens:
@@ -145,14 +145,3 @@ def test_best_fit_takes_the_row_with_least_room() -> None:
     items, starts = best_fit(np.array([6, 7, 3, 4]), 10)
 
     assert [items[start:end].tolist() for start, end in pairwise(starts)] == [[1, 2], [0, 3]]
-
-
-def test_shapes_of_the_longest_batch() -> None:
-    assert {name: tuple(part.shape) for name, part in meta_rows(4, 9, packed=False).items()} == {
-        "input_ids": (4, 9),
-        "labels": (4, 9),
-        "lengths": (4,),
-    }
-    packed = meta_rows(4, 9, packed=True)
-    assert packed["segments"].shape == (4, 9)
-    assert all(part.is_meta for part in packed.values())
