@@ -117,7 +117,7 @@ def check(model: nn.Module, options_of: Callable[[int, int], dict], microbatches
 ALL = {f"{layer}.{tensor}" for layer in ("stem", "twice", "branches.0") for tensor in ("weight", "bias")}
 
 
-@pytest.fixture(autouse=True, params=["collectives", "copies"])
+@pytest.fixture(params=["collectives", "copies"])
 def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways in which devices of sharers exchange slices."""
     if request.param == "collectives":
@@ -131,12 +131,16 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 4 * 72))
 
 
-@pytest.fixture(autouse=True, params=[SUMS_AT_ONCE, 1])
+@pytest.fixture(params=[SUMS_AT_ONCE, 1])
 def sums_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of buckets that are complete before a sharer asks the others for sums alone."""
     monkeypatch.setattr(device_sums, "ASK_AFTER", request.param)
 
 
+EVERY_WAY = pytest.mark.usefixtures("links", "sums_alone")
+
+
+@EVERY_WAY
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gradients_are_summed_inside_backward_from_the_second_step_on(microbatches):
     torch.manual_seed(0)
@@ -144,6 +148,7 @@ def test_gradients_are_summed_inside_backward_from_the_second_step_on(microbatch
     assert summed == [set(), ALL, ALL]
 
 
+@EVERY_WAY
 def test_units_that_stay_resident_are_summed_inside_backward():
     torch.manual_seed(0)
     summed = check(Net(), lambda step, number: {}, resident=2)
@@ -249,6 +254,7 @@ def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, device
         assert not torch.equal(found[0], model.stem.weight)
 
 
+@EVERY_WAY
 def test_a_bucket_that_a_sharer_lacks_is_left_to_the_caller():
     torch.manual_seed(0)
     summed = check(Net(), lambda step, number: {"branch": number})
@@ -317,6 +323,7 @@ class Shift(nn.Module):
         return (hidden + (condition + self.last[0].view(3, 8))) * self.last[1]
 
 
+@pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("nbytes", [4 * 24, 4 * 32], ids=["alone in its bucket", "beside another"])
 def test_a_gradient_in_memory_that_backward_still_reads_is_summed_elsewhere(monkeypatch, nbytes: int):
     monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, nbytes))
@@ -325,6 +332,7 @@ def test_a_gradient_in_memory_that_backward_still_reads_is_summed_elsewhere(monk
     assert {"last.0", "last.1"} <= summed[1]
 
 
+@pytest.mark.usefixtures("links")
 def test_an_error_in_a_sum_is_the_one_that_the_step_raises(monkeypatch: pytest.MonkeyPatch):
     """As that of a sharer that is lost there: what waits for the sum at the end of the step must not hide it."""
 

@@ -29,7 +29,7 @@ from tests.offload.helpers.updates import WORKER
 STEPS = 3
 
 
-@pytest.fixture(autouse=True, params=["collectives", "copies"])
+@pytest.fixture(params=["collectives", "copies"])
 def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways in which devices of sharers exchange slices."""
     if request.param == "collectives":
@@ -148,6 +148,7 @@ def any_dtype(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Stack, "forward", lambda self, inputs: forward(self, inputs.to(next(self.parameters()).dtype)))
 
 
+@pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(("name", "count", "dtype"), CASES, ids=str)
 def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: torch.dtype):
     torch.manual_seed(0)
@@ -167,6 +168,7 @@ def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: tor
         assert all(map(same_norm, sharer["norms"].values(), one["norms"].values()))
 
 
+@pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("early", [False, True])
 def test_sharers_of_two_hosts_compute_what_one_process_does(early: bool):
     """Each host has homes of its own; gradients are summed over all."""
@@ -212,6 +214,7 @@ EARLY = [
 ]
 
 
+@pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(("name", "count", "dtype", "device_share"), EARLY, ids=str)
 def test_updates_inside_backward_are_those_after_it(name: str, count: int, dtype: torch.dtype, device_share: int):
     torch.manual_seed(0)

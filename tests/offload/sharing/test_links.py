@@ -177,26 +177,16 @@ def small_sum(memory: torch.Tensor, sharers: ThreadSharers) -> Addends:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_sums_of_other_memory_are_the_sharers_own(in_place: bool):
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_sums_of_other_memory_and_over_several_hosts_are_the_sharers_own(hosts: int, in_place: bool):
     def work(sharers: ThreadSharers) -> tuple[list[float], int]:
         links = by_copies(sharers)
-        links.allocate(64)
-        addends = small_sum(torch.empty(2), sharers)
+        own = links.allocate(8)
+        addends = small_sum(own if hosts > 1 else torch.empty(2), sharers)
         (links.sum_in_place if in_place else links.sum)(addends, "a test")
         return (addends.tensors[0] if in_place else addends.flat).tolist(), sharers.sums
 
-    assert as_sharers(2, work) == [([3.0, 4.0], 1)] * 2
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_sums_over_several_hosts_are_the_sharers_own(in_place: bool):
-    def work(sharers: ThreadSharers) -> tuple[list[float], int]:
-        links = by_copies(sharers)
-        addends = small_sum(links.allocate(8), sharers)
-        (links.sum_in_place if in_place else links.sum)(addends, "a test")
-        return (addends.tensors[0] if in_place else addends.flat).tolist(), sharers.sums
-
-    assert as_sharers(2, work, hosts=2) == [([10.0, 8.0], 1)] * 4
+    assert as_sharers(2, work, hosts) == [([3.0, 4.0] if hosts == 1 else [10.0, 8.0], 1)] * 2 * hosts
 
 
 @pytest.mark.parametrize(
@@ -268,20 +258,6 @@ def test_gpus_that_reach_each_other_s_memory_copy(monkeypatch: pytest.MonkeyPatc
     assert not caplog.records
 
 
-class OldDriver(FakeDriver):
-    problem = "the CUDA driver has no cuMemcpyBatchAsync: it is older than CUDA 12.8"
-
-    def check_complete(self) -> None:
-        raise cuda_driver.DriverError(self.problem)
-
-
-class NoHandles(FakeDriver):
-    problem = "cuIpcGetMemHandle failed: invalid argument (1)"
-
-    def exported(self, address: int) -> tuple[bytes, int]:
-        raise cuda_driver.DriverError(self.problem)
-
-
 class OneHasNoHandles(FakeDriver):
     """Only the memory that is asked for first has none, of the one sharer or of the other."""
 
@@ -291,15 +267,8 @@ class OneHasNoHandles(FakeDriver):
 
     def exported(self, address: int) -> tuple[bytes, int]:
         if next(self.fails, False):
-            raise cuda_driver.DriverError(NoHandles.problem)
+            raise cuda_driver.DriverError(FAILING_CALLS["exported"])
         return super().exported(address)
-
-
-class NotOpened(FakeDriver):
-    problem = "cuIpcOpenMemHandle_v2 failed: peer access is not supported between these two devices (217)"
-
-    def opened(self, handle: bytes) -> int:
-        raise cuda_driver.DriverError(self.problem)
 
 
 class OneCopyAtATime(FakeDriver):
@@ -327,12 +296,33 @@ class OtherBytes(FakeDriver):
         super().queue_copies(stream, [(target, source, nbytes - 1) for target, source, nbytes in copies])
 
 
-@pytest.mark.parametrize("driver", [OldDriver, NoHandles, NotOpened, OneCopyAtATime, OneOfSeveral, OtherBytes])
+FAILING_CALLS = {
+    "check_complete": "the CUDA driver has no cuMemcpyBatchAsync: it is older than CUDA 12.8",
+    "exported": "cuIpcGetMemHandle failed: invalid argument (1)",
+    "opened": "cuIpcOpenMemHandle_v2 failed: peer access is not supported between these two devices (217)",
+}
+
+
+def failing(name: str) -> FakeDriver:
+    """A driver of which one call fails."""
+    driver = FakeDriver()
+    driver.problem = FAILING_CALLS[name]
+
+    def fail(*arguments: object) -> None:
+        raise cuda_driver.DriverError(driver.problem)
+
+    setattr(driver, name, fail)
+    return driver
+
+
+@pytest.mark.parametrize(
+    "driver", [*map(failing, FAILING_CALLS), OneCopyAtATime(), OneOfSeveral(), OtherBytes()], ids=lambda it: it.problem
+)
 def test_gpus_that_do_not_exchange_by_collectives(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, driver: type[FakeDriver]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, driver: FakeDriver
 ):
     with caplog.at_level(logging.WARNING):
-        for links in links_of_gpus(monkeypatch, driver()):
+        for links in links_of_gpus(monkeypatch, driver):
             assert type(links) is Links
     (line,) = (record.message for record in caplog.records)
     assert line == f"{BY_COLLECTIVES}: rank 0: {driver.problem}"
@@ -343,7 +333,7 @@ def test_a_problem_of_one_gpu_is_that_of_all(monkeypatch: pytest.MonkeyPatch, ca
         for links in links_of_gpus(monkeypatch, OneHasNoHandles()):
             assert type(links) is Links
     (line,) = (record.message for record in caplog.records)
-    problems = NoHandles.problem, "rank 1 cannot let others reach its memory"
+    problems = FAILING_CALLS["exported"], "rank 1 cannot let others reach its memory"
     assert line in [f"{BY_COLLECTIVES}: rank 0: {problem}" for problem in problems]
 
 

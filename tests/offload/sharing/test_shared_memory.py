@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -163,30 +162,6 @@ def test_more_numbers_than_a_row_has_are_refused():
         as_sharers(1, lambda sharers: ExchangeBoard(sharers).exchange([0] * (MOST_NUMBERS + 1), limit_s=1))
 
 
-class Piped:
-    """Sharers of two processes whose patient exchanges go through a pipe."""
-
-    count, first, hosts = 2, 0, 1
-
-    def __init__(self, rank: int, pipe: Any):
-        self.rank, self._pipe = rank, pipe
-
-    def exchange(
-        self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
-    ) -> list[list[int]]:
-        self._pipe.send(list(numbers))
-        both = [list(numbers), self._pipe.recv()]
-        return both if self.rank == 0 else both[::-1]
-
-
-def _other(pipe: Any, ready: Barrier, exchanges: int) -> None:
-    board = ExchangeBoard(Piped(1, pipe))
-    for number in range(exchanges):
-        board.exchange([number], limit_s=300)
-    ready.wait()
-    time.sleep(600)
-
-
 def _exchanging(rank: int, pipes: list[Any], found: Any) -> None:
     """Exchanges until another is lost; then says which, and whether it has ended."""
     board = ExchangeBoard(Meeting(rank, pipes))
@@ -246,23 +221,3 @@ def test_a_process_that_is_killed_at_any_moment_is_named_and_its_memory_is_gone(
             process.kill()
             process.join()
     assert not files & homes_in_use()
-
-
-@pytest.mark.parametrize(("number", "hangs"), [(signal.SIGKILL, False), (signal.SIGSTOP, True)], ids=str)
-def test_a_process_that_does_not_come_is_named(number: int, hangs: bool):
-    context = multiprocessing.get_context("fork")
-    (pipe, other), ready = context.Pipe(), context.Barrier(2)
-    process = context.Process(target=_other, args=(other, ready, 3), daemon=True)
-    process.start()
-    try:
-        board = ExchangeBoard(Piped(0, pipe))
-        for turn in range(3):
-            assert board.exchange([turn], limit_s=300) == [[turn], [turn]]
-        ready.wait()
-        os.kill(process.pid, number)
-        with pytest.raises(SharerLostError, match=r"rank 1 (has ended|did not come within 0.3 seconds)$") as raised:
-            board.exchange([3], limit_s=0.3 if hangs else 300)
-        assert (raised.value.rank, raised.value.hangs) == (1, hangs)
-    finally:
-        process.kill()
-        process.join()

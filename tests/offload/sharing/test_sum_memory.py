@@ -13,7 +13,7 @@ from offload.memory.host_memory import HostArena
 from offload.sharing.links import Links
 from offload.sharing.sharers import NO_SHARERS
 from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, cut_for_sharers
-from offload.sharing.sum_memory import SumHome, SumLayout, SumRing, in_steps, ring_bytes
+from offload.sharing.sum_memory import SumHome, SumLayout, SumRing, ring_bytes
 from offload.streams.deferred_free import PendingFree
 from offload.streams.stream_checker import CheckedStreams, StreamOrderError
 from offload.weights.units.partition import CutPoint, cut
@@ -134,16 +134,6 @@ def test_buffers_are_aligned_and_have_their_dtype_and_size():
     assert str(first) == "a sum"
 
 
-def test_two_sums_have_room_and_the_third_takes_the_place_of_the_first():
-    ring, streams = ring_of(8192)
-    found = []
-    for number in range(4):
-        (buffer,) = ring.take([(F32, 1024)], f"sum {number}")
-        use(streams, buffer)
-        found.append(start(buffer))
-    assert found == [0, 4096, 0, 4096]
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_no_byte_is_taken_that_is_still_in_use(seed: int):
     generator, (ring, streams) = random.Random(seed), ring_of(16384)
@@ -174,11 +164,6 @@ def test_what_has_room_is_told():
     assert not ring.has_room(2049)
     empty, _ = ring_of(0)
     assert not empty.has_room(1)
-
-
-@pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 1024), (1024, 1024), (1025, 2048)])
-def test_steps(nbytes: int, expected: int):
-    assert in_steps(nbytes) == expected
 
 
 @pytest.mark.parametrize(

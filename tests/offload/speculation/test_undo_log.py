@@ -82,44 +82,28 @@ def test_bytes_of_parameters_are_those_that_train():
     assert log_bytes(nn.Linear(300, 7, bias=False, device="meta").parameters()) == UndoLog.nbytes(2100)
 
 
-def test_an_arena_gives_its_bytes_and_has_them_again_when_all_logs_are_back():
-    arena = UndoArena(2 * UndoLog.nbytes(100))
+@pytest.mark.parametrize("processes", [1, 3])
+def test_an_arena_takes_at_most_half_of_its_share_of_what_the_host_has_free(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(undo_log, "free_host_bytes", lambda: 2 * processes * UndoLog.nbytes(100))
+    arena = UndoArena(1 << 40, processes)
+    assert arena.take([100]) is not None
+    assert arena.take([1]) is None
+
+
+def test_an_arena_has_its_bytes_again_when_all_logs_are_back():
+    """Logs of several ranges are taken and given back together."""
+    arena = UndoArena(UndoLog.nbytes(100) + UndoLog.nbytes(30) + UndoLog.nbytes(7))
+    assert arena.take([100, 30, 7, 1]) is None
     for _ in range(3):
-        first, second = arena.take([100])[0], arena.take([100])[0]
-        assert first.codes.data_ptr() != second.codes.data_ptr()
+        logs = [*arena.take([100, 30]), *arena.take([7])]
+        assert [log.codes.shape[1] for log in logs] == [100, 30, 7]
+        assert len({log.codes.data_ptr() for log in logs}) == 3
         assert arena.take([1]) is None
         arena.give_back()
         assert arena.take([1]) is None
         arena.give_back()
-
-
-def test_an_arena_takes_at_most_half_of_what_the_host_has_free(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(undo_log, "free_host_bytes", lambda: 2 * UndoLog.nbytes(100))
-    arena = UndoArena(1 << 40)
-    assert arena.take([100]) is not None
-    assert arena.take([1]) is None
-
-
-def test_processes_of_one_host_divide_what_it_has_free(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(undo_log, "free_host_bytes", lambda: 6 * UndoLog.nbytes(100))
-    arena = UndoArena(1 << 40, processes=3)
-    assert arena.take([100]) is not None
-    assert arena.take([1]) is None
-
-
-def test_logs_of_several_ranges_are_taken_and_given_back_together():
-    arena = UndoArena(UndoLog.nbytes(100) + UndoLog.nbytes(30))
-    assert arena.take([100, 31, 30]) is None
-    for _ in range(2):
-        logs = arena.take([100, 30])
-        assert [log.codes.shape[1] for log in logs] == [100, 30]
-        assert logs[0].codes.data_ptr() != logs[1].codes.data_ptr()
-        assert arena.take([1]) is None
-        arena.give_back()
-
-
-def test_an_arena_without_bytes_has_no_logs():
-    assert UndoArena(0).take([1]) is None
 
 
 def test_exact_masters_and_moments_of_16_bits_or_more_can_be_undone():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 
 import pytest
@@ -31,7 +30,6 @@ from tests.offload.helpers.updates import (
     made,
     one_step,
     sleepy,
-    states_of,
     train,
     updating,
 )
@@ -144,18 +142,6 @@ def test_the_pace_of_the_worker_changes_no_number(pace, device_share: int, monke
 
 
 @pytest.mark.usefixtures("in_time")
-def test_equals_deferred_updates_with_moments_of_16_bits():
-    limit = some_clipped("regular", "bf16")
-    model, theirs = (made(MODELS["regular"], torch.bfloat16) for _ in range(2))
-    options = {"clip_norm": limit, "steps": 8, "state_dtype": "bf16"}
-    seen, counters = counted(
-        model, LayerStream(slots=2), speculation=Speculation(limit, PLENTY), speculate="on", **options
-    )
-    assert_same(seen, train(theirs, Resident(), overlaps=False, **options))
-    assert counters.undone_parameters
-
-
-@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("undo_bytes", [0, 1, UndoLog.nbytes(300) * 3])
 def test_a_small_log_stops_speculation_and_changes_no_number(undo_bytes: int):
     limit = some_clipped("regular", "bf16")
@@ -164,21 +150,6 @@ def test_a_small_log_stops_speculation_and_changes_no_number(undo_bytes: int):
     seen, counters = counted(model, LayerStream(slots=2), speculation=Speculation(limit, undo_bytes), **options)
     assert_same(seen, expected("regular", "bf16", 1, limit))
     assert bool(counters.speculated_parameters) == (undo_bytes > 1)
-
-
-def test_an_update_without_an_inverse_is_taken_back_at_once():
-    """With beta1 of 0 no old moment follows from the new one, so all logs are full."""
-    results = []
-    for speculation in (None, Speculation(math.inf, PLENTY)):
-        model, mode = made(functools.partial(Stack, width=64)), LayerStream(slots=2)
-        with updating(mode, model, False, speculation=speculation, speculate="on") as optimizer:
-            optimizer.param_groups[0]["betas"] = (0.0, 0.9)
-            for step in range(5):
-                one_step(model, mode, step)
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
-    assert_same(*results)
 
 
 @pytest.mark.usefixtures("in_time")
