@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.built_again import as_made, fill_buffers, with_buffers, without_weights
-from models.hf import TransformersModel
 from models.hf_initialise import initialise_hf
 from offload import LayerStream
 from tests.models.helpers.hf_models import MODELS, batch, tiny, without_values
@@ -75,29 +73,21 @@ def on_meta(make=Tables) -> nn.Module:
         return make()
 
 
-def test_buffers_are_those_of_the_cpu() -> None:
-    model = on_meta().to_empty(device="cpu")
-    fill_buffers(model, Tables)
-    for (name, buffer), (expected_name, expected) in zip(model.named_buffers(), Tables().named_buffers(), strict=True):
-        assert name == expected_name
-        assert buffer.dtype == expected.dtype
-        assert torch.equal(buffer, expected)
-
-
-def test_they_are_converted_as_the_model_was() -> None:
-    model = on_meta().bfloat16().to_empty(device="cpu")
-    fill_buffers(model, Tables)
-    assert torch.equal(model.angles, Tables().bfloat16().angles)
-
-
-def test_neither_parameters_nor_random_numbers_change() -> None:
-    model = on_meta().to_empty(device="cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_are_those_of_the_cpu_and_nothing_else_changes(dtype: torch.dtype) -> None:
+    model = on_meta().to(dtype).to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.constant_(parameter, 3.0)
-    state = torch.random.get_rng_state()
+    state, places = torch.random.get_rng_state(), [buffer.data_ptr() for buffer in model.buffers()]
     fill_buffers(model, Tables)
     assert all((parameter == 3.0).all() for parameter in model.parameters())
     assert torch.equal(state, torch.random.get_rng_state())
+    assert [buffer.data_ptr() for buffer in model.buffers()] == places
+    for (name, buffer), (expected_name, expected) in zip(
+        model.named_buffers(), Tables().to(dtype).named_buffers(), strict=True
+    ):
+        assert (name, buffer.dtype) == (expected_name, expected.dtype)
+        assert torch.equal(buffer, expected)
 
 
 def test_a_model_without_buffers_is_not_built() -> None:
@@ -111,6 +101,19 @@ class Dependent(nn.Module):
         self.register_buffer("copy", self.linear.weight.detach().clone())
 
 
+class LooseAndRandom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.noise = torch.randn(3)
+
+
+class LooseView(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.view = self.linear.weight.detach()
+
+
 @pytest.mark.parametrize(
     ("model", "build", "message"),
     [
@@ -118,6 +121,8 @@ class Dependent(nn.Module):
         (Tables, lambda: Tables(rows=4), "angles: the model built again has no value for it"),
         (Tables, lambda: nn.Linear(2, 2), r"\(and 4 more\): the model built again has no value for it"),
         (Dependent, Dependent, "copy: the model built again has no value for it"),
+        (lambda: on_meta(LooseAndRandom), LooseAndRandom, "^noise: its values are random"),
+        (lambda: on_meta(LooseView), LooseView, "^view: the model built again has no value for it"),
     ],
 )
 def test_what_cannot_be_filled_is_refused(model, build, message: str) -> None:
@@ -128,45 +133,6 @@ def test_what_cannot_be_filled_is_refused(model, build, message: str) -> None:
 WITH_BUFFERS = [name for name in MODELS if any(True for _ in tiny(name, "meta").buffers())]
 
 
-class Config(PreTrainedConfig):
-    model_type = "tests_of_buffers"
-
-
-class OwnHf(PreTrainedModel):
-    """A model with buffers that the tests choose."""
-
-    config_class = Config
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.linear = nn.Linear(2, 2)
-        self.fill()
-        self.post_init()
-
-    def fill(self) -> None: ...
-
-
-class Loose(OwnHf):
-    def fill(self) -> None:
-        self.linear.angles = torch.arange(3.0).cos()
-        self.tables = [torch.arange(2.0), {"wide": torch.arange(4.0)}]
-
-
-class LooseAndRandom(OwnHf):
-    def fill(self) -> None:
-        self.noise = torch.randn(3)
-
-
-class LooseView(OwnHf):
-    def fill(self) -> None:
-        self.view = self.linear.weight.detach()
-
-
-def made(kind: type[OwnHf], device: str = "meta") -> TransformersModel:
-    with torch.device(device):
-        return TransformersModel(kind(Config()))
-
-
 @pytest.mark.parametrize("name", WITH_BUFFERS)
 def test_buffers_are_those_of_a_model_built_on_the_cpu(name: str):
     model, expected = without_values(name), tiny(name)
@@ -174,14 +140,6 @@ def test_buffers_are_those_of_a_model_built_on_the_cpu(name: str):
     for (path, found), (other, buffer) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
         assert (path, found.dtype, found.device) == (other, buffer.dtype, buffer.device)
         assert torch.equal(found, buffer), path
-
-
-def test_values_are_written_in_place_and_parameters_are_left():
-    model = without_values("qwen3")
-    places = [buffer.data_ptr() for buffer in model.buffers()]
-    model.fill_buffers()
-    assert [buffer.data_ptr() for buffer in model.buffers()] == places
-    assert all(parameter.isnan().all() for parameter in model.parameters())
 
 
 def test_a_mode_runs_a_model_from_the_meta_device():
@@ -202,21 +160,19 @@ def test_a_mode_runs_a_model_from_the_meta_device():
     assert torch.equal(loss, expected(*batch("qwen3")))
 
 
+class Loose(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.linear.angles = torch.arange(3.0).cos()
+        self.tables = [torch.arange(2.0), {"wide": torch.arange(4.0)}]
+
+
 def test_a_tensor_that_is_no_buffer_is_that_of_the_cpu():
-    model = made(Loose).to_empty(device="cpu")
-    assert model.hf.linear.angles.is_meta
-    model.fill_buffers()
-    assert torch.equal(model.hf.linear.angles, torch.arange(3.0).cos())
-    assert "angles" not in dict(model.hf.linear.named_buffers())
-    assert model.hf.tables[0].tolist() == [0, 1]
-    assert model.hf.tables[1]["wide"].tolist() == [0, 1, 2, 3]
-
-
-def test_a_random_tensor_that_is_no_buffer_is_refused():
-    with pytest.raises(ValueError, match=r"^noise: its values are random"):
-        made(LooseAndRandom).to_empty(device="cpu").fill_buffers()
-
-
-def test_a_tensor_of_weights_that_is_no_buffer_is_refused():
-    with pytest.raises(ValueError, match=r"^view: the model built again has no value for it"):
-        made(LooseView).to_empty(device="cpu").fill_buffers()
+    model = on_meta(Loose)
+    assert model.linear.angles.is_meta
+    fill_buffers(model, Loose)
+    assert torch.equal(model.linear.angles, torch.arange(3.0).cos())
+    assert not list(model.buffers())
+    assert model.tables[0].tolist() == [0, 1]
+    assert model.tables[1]["wide"].tolist() == [0, 1, 2, 3]

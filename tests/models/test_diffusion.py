@@ -8,16 +8,9 @@ import torch
 from omegaconf import OmegaConf
 
 from models.diffusion import SHAPES, DiffusionModel, build_diffusion, config_folder
-from tests.offload.helpers.diffusion_architectures import UNET
+from tests.models.helpers.unets import UNET
 
-SMALL = {
-    **UNET,
-    "in_channels": 1,
-    "out_channels": 1,
-    "num_class_embeds": 4,
-    "down_block_types": ["DownBlock2D", "DownBlock2D"],
-    "up_block_types": ["UpBlock2D", "UpBlock2D"],
-}
+SMALL = {**UNET, "num_class_embeds": 4}
 TIMES = torch.tensor([0.25, 0.75])
 
 

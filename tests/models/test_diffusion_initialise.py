@@ -10,104 +10,40 @@ from torch import Tensor
 
 from models.diffusion import DiffusionModel, build_diffusion
 from models.diffusion_families import FAMILIES
+from models.diffusion_family import Family
 from models.diffusion_initialise import initialise_diffusion
 from models.quantise import quantise
 from models.quantise_formats import Int8
 from offload import BounceLinear
+from tests.models.helpers.small_diffusion import SMALL as CLASSES
+from tests.models.helpers.small_diffusion import TIMES, inputs_of
 from tests.offload.helpers.models import attached
 
-HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
-SMALL: dict[str, dict] = {
-    "DiTTransformer2DModel": {**HEADS, "sample_size": 4, "in_channels": 4, "num_layers": 1, "num_embeds_ada_norm": 9},
-    "FluxTransformer2DModel": {
-        **HEADS,
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "joint_attention_dim": 24,
-        "pooled_projection_dim": 24,
-        "axes_dims_rope": [4, 6, 6],
-        "guidance_embeds": True,
-    },
-    "LTXVideoTransformer3DModel": {
-        **HEADS,
-        "in_channels": 8,
-        "out_channels": 8,
-        "num_layers": 1,
-        "cross_attention_dim": 32,
-        "caption_channels": 24,
-    },
-    "LuminaNextDiT2DModel": {
-        "sample_size": 8,
-        "hidden_size": 128,
-        "num_layers": 1,
-        "num_attention_heads": 2,
-        "num_kv_heads": 2,
-        "multiple_of": 8,
-        "cross_attention_dim": 24,
-    },
-    "PixArtTransformer2DModel": {
-        **HEADS,
-        "in_channels": 4,
-        "num_layers": 1,
-        "cross_attention_dim": 32,
-        "sample_size": 4,
-        "caption_channels": 24,
-    },
-    "SD3Transformer2DModel": {
-        **HEADS,
-        "sample_size": 8,
-        "num_layers": 2,
-        "joint_attention_dim": 24,
-        "caption_projection_dim": 32,
-        "pooled_projection_dim": 24,
-        "pos_embed_max_size": 8,
-    },
-    "UNet2DConditionModel": {
-        "sample_size": 8,
-        "block_out_channels": [32, 64],
-        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
-        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
-        "cross_attention_dim": 24,
-        "attention_head_dim": 8,
-        "layers_per_block": 1,
-    },
-    "UNet2DModel": {
-        "sample_size": 8,
-        "block_out_channels": [32, 64],
-        "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
-        "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
-        "layers_per_block": 1,
-        "num_class_embeds": 20,
-    },
-    "NucleusMoEImageTransformer2DModel": {
-        **HEADS,
-        "in_channels": 16,
-        "out_channels": 4,
-        "num_layers": 1,
-        "joint_attention_dim": 24,
-        "axes_dims_rope": (4, 6, 6),
-        "dense_moe_strategy": "all_moe",
-        "num_experts": 2,
-        "moe_intermediate_dim": 16,
-        "capacity_factors": 1.0,
-    },
-    "WanTransformer3DModel": {
-        **HEADS,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 24,
-        "freq_dim": 16,
-        "ffn_dim": 48,
-        "num_layers": 1,
-    },
+WIDE = {"attention_head_dim": 16}
+# Small models, with changes that make layers large enough for statistics.
+SMALL: dict[str, dict[str, object]] = {
+    "dit": WIDE,
+    "flux": {**WIDE, "axes_dims_rope": [4, 6, 6]},
+    "ltx": {**WIDE, "cross_attention_dim": 32},
+    "lumina_next": {"hidden_size": 128},
+    "nucleus": {**WIDE, "axes_dims_rope": (4, 6, 6), "moe_intermediate_dim": 16},
+    "pixart": {},
+    "sd3": {**WIDE, "caption_projection_dim": 32},
+    "text_unet": {"block_out_channels": [32, 64]},
+    "unet": {"block_out_channels": [32, 64], "in_channels": 3, "out_channels": 3},
+    "wan": {},
 }
 
 
+def family_of(name: str) -> Family:
+    return FAMILIES[CLASSES[name][0]]
+
+
 def built(name: str, device: str = "cpu") -> DiffusionModel:
+    kind, options, _ = CLASSES[name]
     torch.manual_seed(0)
     with torch.device(device):
-        return build_diffusion(name, SMALL[name])
+        return build_diffusion(kind, {**options, **SMALL[name]})
 
 
 def initialised(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> DiffusionModel:
@@ -123,12 +59,12 @@ def moments(value: Tensor) -> tuple[float, float, float]:
 
 
 def test_every_class_that_begins_as_a_paper_says_is_tested() -> None:
-    assert {name for name, family in FAMILIES.items() if family.first_stds} <= SMALL.keys()
+    assert {kind for kind, family in FAMILIES.items() if family.first_stds} <= {CLASSES[name][0] for name in SMALL}
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_layers_begin_as_diffusers_makes_them_or_as_the_papers_say(name: str):
-    own, stds = built(name).network, FAMILIES[name].first_stds
+    own, stds = built(name).network, family_of(name).first_stds
     found = dict(initialised(name).network.named_parameters())
     for key, made in own.named_parameters():
         value, path = found[key], key.rpartition(".")[0]
@@ -149,21 +85,15 @@ def test_layers_begin_as_diffusers_makes_them_or_as_the_papers_say(name: str):
     assert all(any(fnmatchcase(path, pattern) for path in paths) for pattern in stds)
 
 
-@pytest.mark.parametrize("name", ["DiTTransformer2DModel", "FluxTransformer2DModel", "LTXVideoTransformer3DModel"])
+@pytest.mark.parametrize("name", ["dit", "flux", "ltx"])
 def test_the_first_velocity_is_zero(name: str):
-    model = initialised(name)
+    model, (noisy, condition) = initialised(name), inputs_of(name)
     model.fill_buffers()
-    shapes = {"DiTTransformer2DModel": (1, 4, 4, 4), "FluxTransformer2DModel": (1, 4, 4, 4)}
-    noisy = torch.randn(shapes.get(name, (1, 8, 2, 2, 2)))
-    condition = {
-        key: torch.zeros(1, dtype=torch.int64) if key == "labels" else torch.randn(1, *shape)
-        for key, shape in model.condition_shapes.items()
-    }
-    assert not model(noisy, torch.tensor([0.5]), **condition).any()
+    assert not model(noisy, TIMES, **condition).any()
 
 
 def test_values_are_a_function_of_seed_and_name_in_every_mode_and_dtype():
-    name = "WanTransformer3DModel"
+    name = "wan"
     expected = dict(initialised(name).named_parameters())
     assert not any(
         torch.equal(p, expected[n]) for n, p in initialised(name, 1).named_parameters() if p.unique().numel() > 1
@@ -178,7 +108,7 @@ def test_values_are_a_function_of_seed_and_name_in_every_mode_and_dtype():
 
 
 def test_random_numbers_and_buffers_stay():
-    model, state = built("SD3Transformer2DModel"), torch.get_rng_state()
+    model, state = built("sd3"), torch.get_rng_state()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.initialise(3)
     assert torch.equal(torch.get_rng_state(), state)
@@ -187,14 +117,14 @@ def test_random_numbers_and_buffers_stay():
 
 def test_what_cannot_be_initialised_is_refused():
     with pytest.raises(ValueError, match="is on the meta device: allocate its memory before initialising it"):
-        built("UNet2DModel", "meta").initialise(0)
+        built("unet", "meta").initialise(0)
     whole = torch.nn.ParameterDict({"table": torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)})
     with pytest.raises(ValueError, match=r"table has dtype torch\.int64: only floating-point parameters"):
         initialise_diffusion(whole, lambda: whole, {}, 0)
 
 
 def test_a_weight_in_few_bits_is_quantised_from_the_same_numbers() -> None:
-    name, key = "SD3Transformer2DModel", "network.transformer_blocks.0.attn.to_q.weight"
+    name, key = "sd3", "network.transformer_blocks.0.attn.to_q.weight"
     expected = initialised(name).get_parameter(key).detach()
     model = built(name)
     quantise(model, [key], Int8())

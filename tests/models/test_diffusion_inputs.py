@@ -6,13 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from models.diffusion_inputs import (
-    Given,
-    guidance,
-    mask_of,
-    places,
-    resolution,
-)
+from models.diffusion_inputs import Given, guidance, mask_of
 
 TIMES = torch.tensor([0.25, 0.75])
 
@@ -35,15 +29,3 @@ def test_guidance_is_for_models_with_an_embedding_of_it() -> None:
     made = guidance(3.5)(given(noisy, {"guidance_embeds": True}))["guidance"]
     assert (made.dtype, made.tolist()) == (torch.float32, [3.5, 3.5])
     assert guidance(3.5, rounded=True)(given(noisy, {"guidance_embeds": True}))["guidance"].dtype == torch.bfloat16
-
-
-def test_places_count_rows_columns_and_tokens() -> None:
-    made = places(axes=4, text_axes=(3,))(given(torch.zeros(2, 1, 4, 6), encoder_hidden_states=torch.zeros(2, 2, 1)))
-    assert made["img_ids"].tolist() == [[0, row, column, 0] for row in range(2) for column in range(3)]
-    assert made["txt_ids"].tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
-
-
-def test_the_resolution_is_in_pixels() -> None:
-    made = resolution(given(torch.zeros(2, 1, 4, 8)))["added_cond_kwargs"]
-    assert made["resolution"].tolist() == [[32, 64]] * 2
-    assert made["aspect_ratio"].tolist() == [[0.5]] * 2

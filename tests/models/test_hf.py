@@ -28,22 +28,28 @@ WITH_LOGITS = {"bert", "gemma2", "granite", "mixtral_balanced", "opt"}
 
 
 class TestCausalLanguageModel:
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
     @pytest.mark.parametrize("name", LANGUAGE)
-    def test_loss_and_gradients_are_those_of_transformers(self, name: str):
+    def test_losses_and_gradients_are_those_of_transformers(self, name: str, reduction: str):
         # Without dropout.
         model = tiny(name).eval()
         ids, labels = batch(name)
         labels = labels.masked_fill(torch.arange(LENGTH) == 2, -100)
-        loss = model(ids, labels)
-        loss.backward()
+        losses = model(ids, labels, reduction=reduction)
+        weights = torch.linspace(-1, 2, losses.numel()).view(losses.shape)
+        (losses * weights).sum().backward()
         found = {name: parameter.grad for name, parameter in model.hf.named_parameters()}
         model.zero_grad()
-        expected = model.hf(input_ids=ids, labels=labels, shift_labels=labels).loss
-        expected.backward()
-        assert (loss.shape, loss.dtype) == ((), torch.float32)
-        torch.testing.assert_close(loss, expected)
+        if reduction == "mean":
+            expected = model.hf(input_ids=ids, labels=labels, shift_labels=labels).loss
+        else:
+            logits = model.hf(input_ids=ids).logits
+            expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        (expected.view(losses.shape) * weights).sum().backward()
+        assert losses.dtype == torch.float32
+        torch.testing.assert_close(losses, expected.view(losses.shape))
         for parameter_name, parameter in model.hf.named_parameters():
-            torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("device", ["cpu", "meta"])
     @pytest.mark.parametrize("name", LANGUAGE)
@@ -52,7 +58,7 @@ class TestCausalLanguageModel:
         assert model.chunked_loss == (name not in WITH_LOGITS)
         assert isinstance(model.hf.get_output_embeddings(), Head) == model.chunked_loss
 
-    @pytest.mark.parametrize("name", LANGUAGE)
+    @pytest.mark.parametrize("name", ["bert", "mamba", "qwen3"])
     def test_no_position_sees_later_tokens(self, name: str):
         model = tiny(name).eval()
         ids, _ = batch(name)
@@ -61,23 +67,6 @@ class TestCausalLanguageModel:
         one, other = (model.hf(input_ids=given).logits for given in (ids, later))
         torch.testing.assert_close(one[:, :4], other[:, :4])
         assert not torch.allclose(one[:, 4:], other[:, 4:])
-
-    @pytest.mark.parametrize("name", LANGUAGE)
-    def test_each_positions_loss_is_that_of_the_logits(self, name: str):
-        model = tiny(name).eval()
-        ids, labels = batch(name)
-        labels = labels.masked_fill(torch.arange(LENGTH) == 2, -100)
-        losses = model(ids, labels, reduction="none")
-        weights = torch.linspace(-1, 2, losses.numel()).view(losses.shape)
-        (losses * weights).sum().backward()
-        found = {name: parameter.grad for name, parameter in model.hf.named_parameters()}
-        model.zero_grad()
-        logits = model.hf(input_ids=ids).logits
-        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        (expected.view(labels.shape) * weights).sum().backward()
-        torch.testing.assert_close(losses, expected.view(labels.shape))
-        for parameter_name, parameter in model.hf.named_parameters():
-            torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("name", ["bart", "gptj", "xglm", *LANGUAGE])
     def test_a_padded_row_is_the_sample_alone(self, name: str):

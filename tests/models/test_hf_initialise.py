@@ -91,10 +91,6 @@ class TestDistributions:
         name = "transformer.h.0.mlp.c_proj.weight"
         assert torch.equal(model.hf.get_parameter(name), hashed(f"3/{name}", (64, 16), 0.02 / math.sqrt(4)))
 
-    def test_norms_that_add_one_begin_with_zeros(self):
-        assert not initialised("gemma").hf.model.norm.weight.any()
-        assert (initialised("llama").hf.model.norm.weight == 1).all()
-
     def test_the_state_of_mamba_is_its_own(self):
         mixer = initialised("mamba").hf.backbone.layers[1].mixer
         assert torch.equal(mixer.A_log, torch.arange(1.0, 5.0).log().expand(32, -1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models import quantise_formats
-from models.quantise_formats import FORMATS, Float8, Format, Int4, Int8, Nf4
+from models.quantise_formats import Float8, Format, Int4, Int8, Nf4
 
 EACH = pytest.mark.parametrize("format", [Int8(), Float8(), Int4(), Int4(group=32), Nf4(), Nf4(double=False)], ids=str)
 # Of the largest element of a matrix of normal numbers.
@@ -186,10 +186,6 @@ def test_a_product_imports_nothing(monkeypatch: pytest.MonkeyPatch):
     back = format.dequantise(made, given.shape, given.dtype)
     monkeypatch.setattr(quantise_formats, "without_remarks", None)
     assert torch.equal(format.dequantise(made, given.shape, given.dtype), back)
-
-
-def test_formats_are_found_by_name():
-    assert {name: kind.name for name, kind in FORMATS.items()} == {name: name for name in FORMATS}
 
 
 @pytest.mark.slow
