@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ EVERY_MODE_OR_NONE = pytest.mark.parametrize(
 # Where scenarios run; a fixture of theirs sets it.
 DEVICE = "cpu"
 # A scenario uses a model and a mode, and returns what it saw.
-Scenario = Callable[[nn.Module, object], list[torch.Tensor]]
+Scenario = Callable[[nn.Module, object], list[torch.Tensor | None]]
 
 
 @contextmanager
@@ -141,6 +143,22 @@ def same_as_resident(make: Callable, scenario: Scenario, build: Callable[[], nn.
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert alike(tensor, theirs[name]), f"{name} after detach"
+
+
+def as_resident(build: Callable[[], nn.Module] = Stack) -> Callable[[Callable], Callable]:
+    """Makes a test of a scenario, of which further parameters are those of the test: see `same_as_resident`."""
+
+    def decorate(scenario: Callable) -> Callable:
+        def test(make: Callable, **parameters: object) -> None:
+            same_as_resident(make, partial(scenario, **parameters), build)
+
+        _, _, *further = inspect.signature(scenario).parameters.values()
+        make = inspect.Parameter("make", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([make, *further])
+        test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
+        return test
+
+    return decorate
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -34,15 +34,6 @@ def test_equals_resident(slots: int, recompute: str | None):
     same_as_resident(Stack(recompute=recompute, dropout=0.3), BounceLinear(slots=slots))
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_equals_resident_with_accumulation(microbatches: int):
-    same_as_resident(Stack(), BounceLinear(slots=2), microbatches=microbatches)
-
-
-def test_equals_resident_in_bf16():
-    same_as_resident(Stack().bfloat16(), BounceLinear(slots=2), lambda *place: stack_inputs(*place).bfloat16())
-
-
 def test_equals_resident_under_autocast():
     class Autocast(Stack):
         @torch.autocast("cpu", torch.bfloat16)
@@ -191,50 +182,6 @@ def test_layers_of_other_packages_stream_too():
     # The experts; the router, whose 96 bytes take 256. The table and the list, which their parent reads, stay.
     assert footprint.host_weight_bytes == 4 * 3 * 8 * 8 + 256
     assert footprint.resident_bytes == 4 * (5 * 8 + 8 * 8)
-
-
-class Convolutional(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 6, 3, padding="same", padding_mode="reflect", groups=3)
-        self.norm = nn.BatchNorm2d(6)
-        self.strided = nn.Conv2d(6, 4, 3, stride=2, dilation=2, bias=False)
-        self.line = nn.Conv1d(4, 5, 2)
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, images):
-        hidden = self.strided(F.relu(self.norm(self.conv(images))))
-        return self.head(self.line(hidden.flatten(2)).mean(-1))
-
-
-def test_convolutions_with_batch_norm():
-    same_as_resident(Convolutional(), BounceLinear(slots=1), normal(2, 3, 9, 9))
-
-
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        self.scale = nn.Parameter(torch.ones(8))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, hidden):
-        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        return self.head(self.layer(hidden) * self.scale)
-
-
-@pytest.mark.parametrize("outside", ["resident", "stream"])
-def test_modules_that_read_their_children_directly_and_weights_that_are_shared(outside: str):
-    mode = BounceLinear(outside=outside, slots=2)
-    same_as_resident(Attending(), mode, normal(2, 5, 8))
-    same_as_resident(Shared(), mode, tokens)
-
-
-@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 2, 3, 8)])
-def test_inputs_of_any_dimension(shape: tuple[int, ...]):
-    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4))
-    same_as_resident(model, BounceLinear(slots=2), normal(*shape))
 
 
 def test_keyword_input_and_root_linear():

@@ -11,11 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
-from offload.modes.none import Resident
 from tests.offload.helpers.models import (
     Block,
     Stack,
-    assert_same,
     attached,
     normal,
     same_as_resident,
@@ -64,21 +62,6 @@ class ResidualConvolutions(nn.Module):
 @pytest.mark.parametrize("slots", [1, 2])
 def test_buffers_stream_and_their_updates_come_home(slots: int, recompute: bool):
     same_as_resident(ResidualConvolutions(recompute), LayerStream(slots=slots), normal(2, 3, 6, 6))
-
-
-def test_a_buffer_that_forward_replaces_comes_home():
-    class Counting(Block):
-        def __init__(self, width):
-            super().__init__(width)
-            self.register_buffer("seen", torch.zeros(width))
-
-        def forward(self, hidden):
-            self.seen = self.seen + hidden.detach().mean(0)
-            return super().forward(hidden) + self.seen
-
-    model = Stack()
-    model.blocks = nn.ModuleList(Counting(16) for _ in range(3))
-    same_as_resident(model, LayerStream(slots=1))
 
 
 def test_evaluation_uses_running_statistics():
@@ -206,21 +189,6 @@ def test_transformer_encoder_fast_path_in_evaluation():
         expected = model(inputs)
         with attached(LayerStream(slots=1), model):
             assert torch.equal(model(inputs), expected)
-
-
-def test_gradient_hooks_of_the_user_fire():
-    def run(mode, model):
-        seen = []
-        weight, bias = model.blocks[0].up.weight, model.blocks[0].up.bias
-        weight.register_hook(lambda gradient: gradient * 2)
-        bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
-        with attached(mode, model), mode.step():
-            for microbatch in range(2):
-                model(stack_inputs(0, microbatch)).square().mean().backward()
-        return [*seen, *(p.grad for p in model.parameters())]
-
-    streamed, resident = with_copy(Stack())
-    assert_same(run(LayerStream(slots=1), streamed), run(Resident(), resident))
 
 
 def test_generation_under_inference_mode_and_training_take_turns():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import threading
@@ -68,12 +67,6 @@ def test_what_is_outside_the_blocks_streams_too(shards: int | None, slots: int, 
     same_as_resident(Stack(dropout=0.3), mode, microbatches=microbatches, steps=3)
 
 
-def test_an_output_of_one_column_keeps_its_shape():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    with attached(ShardOffload(shards=2), model), torch.no_grad():
-        assert model(torch.ones(5, 3)).shape == (5, 1)
-
-
 class Branching(nn.Module):
     """Blocks take keywords, a mask of booleans, integers and nested tuples, and return tuples and dictionaries."""
 
@@ -116,26 +109,6 @@ def test_keywords_masks_integers_and_nested_values(checkpoint: bool, microbatche
     same_as_resident(Branching(), mode, normal(5, 8), microbatches=microbatches)
 
 
-class Normalised(nn.Module):
-    """Blocks with running statistics, and a counter that forward advances."""
-
-    def __init__(self):
-        super().__init__()
-        layers = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=momentum)) for momentum in (0.1, None, 0.3))
-        self.blocks = nn.ModuleList(layers)
-
-    def forward(self, inputs):
-        for block in self.blocks:
-            inputs = inputs + torch.relu(block(inputs))
-        return inputs
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("shards", [1, 3])
-def test_statistics_are_counted_once(shards: int, microbatches: int):
-    same_as_resident(Normalised(), ShardOffload(shards=shards), normal(6, 8), microbatches=microbatches)
-
-
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gradients_flow_to_what_trains_upstream(microbatches: int):
     def run(model, mode) -> list[torch.Tensor]:
@@ -144,40 +117,6 @@ def test_gradients_flow_to_what_trains_upstream(microbatches: int):
             prepared = [torch.sin(upstream * (index + 1)) for index in range(microbatches)]
             mode.accumulate([lambda x=x: model(x).square().sum() for x in prepared])
             return [upstream.grad.clone()]
-
-    sharded, resident = with_copy(Stack())
-    assert_same(run(sharded, ShardOffload(shards=2)), run(resident, Resident()))
-
-
-def test_two_forwards_and_an_evaluation_before_one_backward():
-    def run(model, mode) -> list[torch.Tensor]:
-        seen = []
-        with attached(mode, model):
-            for step in range(3):
-                with mode.step():
-                    first = model(stack_inputs(step, 0))
-                    with torch.no_grad():
-                        seen.append(model(stack_inputs(step, 1)))
-                    (first.square().mean() + model(stack_inputs(step, 2)).exp().mean()).backward()
-                seen += [p.grad.clone() for p in model.parameters()]
-        return seen
-
-    sharded, resident = with_copy(Stack())
-    assert_same(run(sharded, ShardOffload(shards=3, slots=1)), run(resident, Resident()))
-
-
-def test_a_graph_may_be_kept_and_differentiated_twice():
-    def run(model, mode) -> list[torch.Tensor]:
-        with attached(mode, model), mode.step():
-            inputs = stack_inputs(0, 0).requires_grad_()
-            loss = model(inputs).square().mean()
-            loss.backward(retain_graph=True)
-            once = [inputs.grad.clone()]
-            loss.backward(retain_graph=True)
-            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
-            (curvature,) = torch.autograd.grad(slope.square().sum(), inputs)
-            gradients = [p.grad for p in model.parameters()]
-        return [*once, inputs.grad, slope.detach(), curvature, *(gradient.clone() for gradient in gradients)]
 
     sharded, resident = with_copy(Stack())
     assert_same(run(sharded, ShardOffload(shards=2)), run(resident, Resident()))
@@ -327,17 +266,6 @@ def test_nothing_is_left_for_the_garbage_collector():
         assert [reference() for reference in left] == [None, None]
     finally:
         gc.enable()
-
-
-def test_a_copy_of_the_model_is_an_ordinary_model_and_detach_gives_the_model_back():
-    model, expected = with_copy(Stack())
-    with attached(ShardOffload(shards=2), model):
-        average = copy.deepcopy(model)
-        loss = average(stack_inputs(0, 0)).mean()
-    loss.backward()
-    assert not [module for module in model.modules() if "forward" in vars(module)]
-    expected(stack_inputs(0, 0)).mean().backward()
-    assert_same([p.grad for p in average.parameters()], [p.grad for p in expected.parameters()])
 
 
 def test_wrong_values_name_the_key_and_the_range():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from offload.errors import KnobError
@@ -14,7 +13,6 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
 from tests.offload.helpers.models import (
-    Block,
     Shared,
     Stack,
     assert_same,
@@ -89,65 +87,12 @@ def test_frozen_first_layers_and_layers_that_save_nothing():
     same_as_resident(model, TensorSwap(Resident()))
 
 
-class Towers(nn.Module):
-    """Two lists of blocks of different depth, and a context that every block shares."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = nn.ModuleList(Block(8) for _ in range(4))
-        self.right = nn.ModuleList(Block(8) for _ in range(2))
-
-    def forward(self, hidden):
-        rope = torch.linspace(0, 1, 8).expand(5, 8)
-        left = right = hidden
-        for block in self.left:
-            left = block(left * rope) + hidden
-        for block in self.right:
-            right = block(right * rope)
-        return left * right
-
-
-def test_two_towers_with_a_shared_context():
-    same_as_resident(Towers(), TensorSwap(Resident()))
-
-
-def test_a_deeper_model_later_in_the_same_process():
-    same_as_resident(Stack(depth=2), TensorSwap(Resident()))
-    same_as_resident(Stack(depth=6), TensorSwap(Resident()))
-
-
 def test_two_models_side_by_side():
     first, second = Stack(), Stack(depth=2)
     one, other = TensorSwap(Resident()), TensorSwap(Resident())
     with attached(one, first), attached(other, second), one.step(), other.step():
         first(second(stack_inputs(0, 0)).repeat(1, 2)).sum().backward()
         assert other.counters().swapped_bytes < one.counters().swapped_bytes
-
-
-class Attention(nn.Module):
-    """Queries, keys and values are chunks of one result, used transposed."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, hidden):
-        query, key, value = self.qkv(hidden).unflatten(-1, (2, 12)).transpose(0, 1).chunk(3, dim=-1)
-        scores = F.dropout(torch.softmax(query @ key.transpose(-2, -1), -1), 0.2)
-        return (scores @ value).transpose(0, 1).flatten(1)
-
-
-def test_views_chunks_and_transposes():
-    same_as_resident(Attention(), TensorSwap(Resident()))
-
-
-def test_convolutions_and_batch_norm():
-    model = nn.Sequential(nn.Conv1d(5, 6, 3), nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.MaxPool1d(2), nn.Flatten())
-
-    def signal(step: int, microbatch: int) -> torch.Tensor:
-        return stack_inputs(step, microbatch).repeat(3, 1).view(3, 5, 8)
-
-    same_as_resident(model, TensorSwap(Resident()), signal)
 
 
 def test_autocast():

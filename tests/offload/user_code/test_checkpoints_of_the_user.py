@@ -18,6 +18,7 @@ from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import Block, Stack, stack_inputs
 from tests.offload.helpers.user_code import (
     EVERY_MODE_OR_NONE,
+    as_resident,
     descend,
     evaluate,
     recomputed,
@@ -128,11 +129,9 @@ class Functional(nn.Module):
 
 @EVERY_MODE_OR_NONE
 @ON_EVERY_DEVICE
-def test_a_selective_checkpoint_of_a_function_that_reads_a_weight(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        return [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
-
-    same_as_resident(make, scenario, lambda: nn.Sequential(*(Functional(PRODUCTS) for _ in range(5))))
+@as_resident(lambda: nn.Sequential(*(Functional(PRODUCTS) for _ in range(5))))
+def test_a_selective_checkpoint_of_a_function_that_reads_a_weight(model: nn.Module, mode) -> list[torch.Tensor]:
+    return [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
 
 
 @pytest.mark.parametrize("make", [BounceLinear, LayerStream, lambda: ShardOffload(shards=2)])
@@ -227,12 +226,10 @@ def test_a_cache_and_a_list_that_blocks_add_to(make: Callable):
 
 @pytest.mark.parametrize("make", [Resident, LayerStream])
 @ON_EVERY_DEVICE
-def test_a_cache_and_a_list_that_recomputed_blocks_add_to(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        with recomputed(model, mode):
-            return given(model, mode)
-
-    same_as_resident(make, scenario, WithCache)
+@as_resident(WithCache)
+def test_a_cache_and_a_list_that_recomputed_blocks_add_to(model: nn.Module, mode) -> list[torch.Tensor]:
+    with recomputed(model, mode):
+        return given(model, mode)
 
 
 def test_a_cache_that_is_written_to_in_place_is_refused():
@@ -257,14 +254,11 @@ class Penalised(Block):
 
 @pytest.mark.parametrize("make", [Resident, LayerStream, partial(BounceLinear, outside="stream", slots=8)])
 @ON_EVERY_DEVICE
-def test_a_recomputed_block_that_takes_a_gradient(make: Callable):
+@as_resident(stack_of(partial(Penalised, 16)))
+def test_a_recomputed_block_that_takes_a_gradient(model: nn.Module, mode) -> list[torch.Tensor]:
     """The gradient needs the block's activations before its forward has ended: it is computed again inside it."""
-
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        with recomputed(model, mode):
-            return three_steps(model, mode)
-
-    same_as_resident(make, scenario, stack_of(partial(Penalised, 16)))
+    with recomputed(model, mode):
+        return three_steps(model, mode)
 
 
 class EndsFrozen(nn.Module):

@@ -20,6 +20,7 @@ from tests.offload.helpers.user_code import (
     RESIDENT_MODES,
     Chain,
     NoMode,
+    as_resident,
     same_as_resident,
     three_steps,
     train_step,
@@ -63,21 +64,17 @@ def trained(model: Callable, mode) -> list[torch.Tensor]:
 
 
 @EVERY_MODE_OR_NONE
-def test_a_model_compiled_under_a_mode(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        return trained(torch.compile(model, backend=BACKEND), mode)
-
-    same_as_resident(make, scenario, small)
+@as_resident(small)
+def test_a_model_compiled_under_a_mode(model: nn.Module, mode) -> list[torch.Tensor]:
+    return trained(torch.compile(model, backend=BACKEND), mode)
 
 
 @EVERY_MODE
-def test_blocks_compiled_under_a_mode(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        for block in model.blocks:
-            block.compile(backend=BACKEND)
-        return trained(model, mode)
-
-    same_as_resident(make, scenario, small)
+@as_resident(small)
+def test_blocks_compiled_under_a_mode(model: nn.Module, mode) -> list[torch.Tensor]:
+    for block in model.blocks:
+        block.compile(backend=BACKEND)
+    return trained(model, mode)
 
 
 def model_compiled() -> nn.Module:
@@ -98,19 +95,17 @@ def test_compiled_before_a_mode_is_attached(make: Callable, build: Callable[[], 
 
 
 @pytest.mark.parametrize("make", [LayerStream, RESIDENT_MODES["tensor_swap"]])
-def test_a_compiled_function_that_has_the_backward_pass_in_it(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        @torch.compile(backend=BACKEND)
-        def passes(inputs: torch.Tensor) -> torch.Tensor:
-            loss = model(inputs).square().mean()
-            loss.backward()
-            return loss
+@as_resident(small)
+def test_a_compiled_function_that_has_the_backward_pass_in_it(model: nn.Module, mode) -> list[torch.Tensor]:
+    @torch.compile(backend=BACKEND)
+    def passes(inputs: torch.Tensor) -> torch.Tensor:
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return loss
 
-        with mode.step():
-            loss = passes(stack_inputs(0, 0))
-        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-    same_as_resident(make, scenario, small)
+    with mode.step():
+        loss = passes(stack_inputs(0, 0))
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
 def test_activations_of_compiled_code_are_swapped():

@@ -14,7 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from offload.microbatches.layer_major import one_after_another
 from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import Block, Stack, attached, stack_inputs
-from tests.offload.helpers.user_code import EVERY_MODE, NoMode, descend, same_as_resident
+from tests.offload.helpers.user_code import EVERY_MODE, NoMode, as_resident, descend
 
 MICROBATCHES = 3
 
@@ -32,64 +32,58 @@ def accumulate(model: nn.Module, mode, step: int = 0) -> list[torch.Tensor]:
 
 
 @EVERY_MODE
-def test_hooks_see_the_gradient_of_each_microbatch(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = []
-        weight = model.blocks[1].up.weight
-        # What is not linear differs for a sum: a clipped gradient.
-        hooks = [
-            weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3)),
-            weight.register_hook(lambda gradient: seen.append(gradient.clone())),
-            model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
-        ]
-        for step in range(2):
-            with mode.step():
-                seen += accumulate(model, mode, step)
-            descend(model)
-        assert len(seen) == 2 * 3 * MICROBATCHES
-        for hook in hooks:
-            hook.remove()
+@as_resident()
+def test_hooks_see_the_gradient_of_each_microbatch(model: nn.Module, mode) -> list[torch.Tensor]:
+    seen = []
+    weight = model.blocks[1].up.weight
+    # What is not linear differs for a sum: a clipped gradient.
+    hooks = [
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3)),
+        weight.register_hook(lambda gradient: seen.append(gradient.clone())),
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
+    ]
+    for step in range(2):
         with mode.step():
-            seen += accumulate(model, mode)
-        return [*seen, *(parameter.grad.clone() for parameter in model.parameters())]
-
-    same_as_resident(make, scenario)
+            seen += accumulate(model, mode, step)
+        descend(model)
+    assert len(seen) == 2 * 3 * MICROBATCHES
+    for hook in hooks:
+        hook.remove()
+    with mode.step():
+        seen += accumulate(model, mode)
+    return [*seen, *(parameter.grad.clone() for parameter in model.parameters())]
 
 
 @EVERY_MODE
 @pytest.mark.parametrize("mode_of_hook", ["all", "any"])
-def test_hooks_on_several_gradients_run_once_a_microbatch(make: Callable, mode_of_hook: str):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = []
+@as_resident()
+def test_hooks_on_several_gradients_run_once_each(model: nn.Module, mode, mode_of_hook: str) -> list[torch.Tensor]:
+    seen = []
 
-        def note(gradients: object) -> None:
-            gradients = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-            seen.extend(gradient.clone() for gradient in gradients)
+    def note(gradients: object) -> None:
+        gradients = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+        seen.extend(gradient.clone() for gradient in gradients)
 
-        weights = [model.head.weight, model.blocks[2].down.weight]
-        register_multi_grad_hook(weights, note, mode=mode_of_hook)
-        with mode.step():
-            accumulate(model, mode)
-        assert len(seen) == MICROBATCHES * (2 if mode_of_hook == "all" else 1)
-        return seen
-
-    same_as_resident(make, scenario)
+    weights = [model.head.weight, model.blocks[2].down.weight]
+    register_multi_grad_hook(weights, note, mode=mode_of_hook)
+    with mode.step():
+        accumulate(model, mode)
+    assert len(seen) == MICROBATCHES * (2 if mode_of_hook == "all" else 1)
+    return seen
 
 
 @EVERY_MODE
-def test_each_microbatch_is_added_to_the_gradients_that_are_there(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        # 1e8 swallows what is added to it one by one, and not the sum.
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 1e6)
-        with mode.step():
-            losses = accumulate(model, mode)
-        first = [parameter.grad.clone() for parameter in model.parameters()]
-        with mode.step():
-            accumulate(model, mode, 1)
-        return [*losses, *first, *(parameter.grad.clone() for parameter in model.parameters())]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_each_microbatch_is_added_to_the_gradients_that_are_there(model: nn.Module, mode) -> list[torch.Tensor]:
+    # 1e8 swallows what is added to it one by one, and not the sum.
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e6)
+    with mode.step():
+        losses = accumulate(model, mode)
+    first = [parameter.grad.clone() for parameter in model.parameters()]
+    with mode.step():
+        accumulate(model, mode, 1)
+    return [*losses, *first, *(parameter.grad.clone() for parameter in model.parameters())]
 
 
 class Corrected(Block):
@@ -110,14 +104,12 @@ def corrected() -> Stack:
 
 
 @EVERY_MODE
-def test_a_gradient_that_two_parameters_have_is_added_to_each(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        for step in range(2):
-            with mode.step():
-                accumulate(model, mode, step)
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    same_as_resident(make, scenario, corrected)
+@as_resident(corrected)
+def test_a_gradient_that_two_parameters_have_is_added_to_each(model: nn.Module, mode) -> list[torch.Tensor]:
+    for step in range(2):
+        with mode.step():
+            accumulate(model, mode, step)
+    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def hook(model: nn.Module) -> None:

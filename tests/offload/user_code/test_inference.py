@@ -18,9 +18,9 @@ from tests.offload.helpers.user_code import (
     EVERY_MODE,
     EVERY_MODE_OR_NONE,
     alike,
+    as_resident,
     descend,
     evaluate,
-    same_as_resident,
     train_step,
     under,
 )
@@ -40,47 +40,40 @@ def forwards(model: nn.Module, mode, *counts: int) -> list[torch.Tensor]:
 
 
 @EVERY_MODE_OR_NONE
-def test_forwards_of_other_shapes_between_steps(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = forwards(model, mode, 5, 5, 1, 300, 5)
-        for step in range(3):
-            seen += [train_step(model, mode, step), *forwards(model, mode, 5, 2), evaluate(model)]
-        return [*seen, *forwards(model, mode, 1)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_forwards_of_other_shapes_between_steps(model: nn.Module, mode) -> list[torch.Tensor]:
+    seen = forwards(model, mode, 5, 5, 1, 300, 5)
+    for step in range(3):
+        seen += [train_step(model, mode, step), *forwards(model, mode, 5, 2), evaluate(model)]
+    return [*seen, *forwards(model, mode, 1)]
 
 
 @EVERY_MODE
-def test_inside_a_step_with_a_backward_after_it(make: Callable):
+@as_resident()
+def test_inside_a_step_with_a_backward_after_it(model: nn.Module, mode) -> list[torch.Tensor]:
     """As a rollout before the update by it."""
-
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = []
-        for step in range(3):
-            with mode.step():
-                seen += forwards(model, mode, 5, *[1] * (4 - step))
-                loss = model(stack_inputs(step, 0)).square().mean()
-                loss.backward()
-                seen.append(loss.detach())
-            descend(model)
-        return seen
-
-    same_as_resident(make, scenario)
+    seen = []
+    for step in range(3):
+        with mode.step():
+            seen += forwards(model, mode, 5, *[1] * (4 - step))
+            loss = model(stack_inputs(step, 0)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        descend(model)
+    return seen
 
 
 @EVERY_MODE
-def test_parts_of_the_model_in_any_order(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = []
-        with mode.inference():
-            for order in ((0, 1, 2, 3), (0, 1, 2, 3), (3, 1), (2, 0, 3, 1), (2, 2), (0, 1, 2, 3)):
-                hidden = model.stem(rows(5))
-                for index in order:
-                    hidden = model.blocks[index](hidden)
-                seen.append(model.head(hidden))
-        return seen
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_parts_of_the_model_in_any_order(model: nn.Module, mode) -> list[torch.Tensor]:
+    seen = []
+    with mode.inference():
+        for order in ((0, 1, 2, 3), (0, 1, 2, 3), (3, 1), (2, 0, 3, 1), (2, 2), (0, 1, 2, 3)):
+            hidden = model.stem(rows(5))
+            for index in order:
+                hidden = model.blocks[index](hidden)
+            seen.append(model.head(hidden))
+    return seen
 
 
 class Remembering(Stack):
@@ -102,30 +95,26 @@ class Remembering(Stack):
 
 @EVERY_MODE
 @pytest.mark.parametrize("training", [False, True])
-def test_a_cache_and_running_statistics(make: Callable, training: bool):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        model.train(training)
-        seen = forwards(model, mode, 4, 2, 2, 2)
-        model.cache.clear()
-        seen += forwards(model, mode, 3, 2)
-        model.cache.clear()
-        return [*seen, model.norm.running_var.clone(), model.norm.num_batches_tracked.clone()]
-
-    same_as_resident(make, scenario, Remembering)
+@as_resident(Remembering)
+def test_a_cache_and_running_statistics(model: nn.Module, mode, training: bool) -> list[torch.Tensor]:
+    model.train(training)
+    seen = forwards(model, mode, 4, 2, 2, 2)
+    model.cache.clear()
+    seen += forwards(model, mode, 3, 2)
+    model.cache.clear()
+    return [*seen, model.norm.running_var.clone(), model.norm.num_batches_tracked.clone()]
 
 
 @EVERY_MODE
-def test_weights_changed_between_two_of_them(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = forwards(model, mode, 5, 5)
-        for parameter in model.parameters():
-            parameter.data.mul_(1.5)
-        seen += forwards(model, mode, 5, 5)
-        model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach() * 0.5)
-        model.head.weight.data = model.head.weight.data * 2
-        return [*seen, *forwards(model, mode, 5, 5), train_step(model, mode)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_weights_changed_between_two_of_them(model: nn.Module, mode) -> list[torch.Tensor]:
+    seen = forwards(model, mode, 5, 5)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    seen += forwards(model, mode, 5, 5)
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach() * 0.5)
+    model.head.weight.data = model.head.weight.data * 2
+    return [*seen, *forwards(model, mode, 5, 5), train_step(model, mode)]
 
 
 @EVERY_MODE
@@ -149,15 +138,13 @@ def test_a_broken_promise_is_refused_where_the_version_shows_it(make: Callable, 
 
 
 @EVERY_MODE
-def test_an_error_inside_leaves_the_next_forwards_right(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        hook = model.blocks[2].up.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            forwards(model, mode, 5, 5)
-        hook.remove()
-        return [*forwards(model, mode, 5, 5), train_step(model, mode)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_an_error_inside_leaves_the_next_forwards_right(model: nn.Module, mode) -> list[torch.Tensor]:
+    hook = model.blocks[2].up.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        forwards(model, mode, 5, 5)
+    hook.remove()
+    return [*forwards(model, mode, 5, 5), train_step(model, mode)]
 
 
 STREAMING = {

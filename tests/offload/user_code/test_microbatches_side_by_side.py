@@ -17,7 +17,7 @@ from offload.microbatches.layer_major import one_after_another
 from offload.modes.shard_offload import ShardOffload
 from offload.torch_private.running_microbatch import SideBySideError
 from tests.offload.helpers.models import Block, Stack, stack_inputs
-from tests.offload.helpers.user_code import NoMode, descend, same_as_resident, stack_of, under
+from tests.offload.helpers.user_code import NoMode, as_resident, descend, same_as_resident, stack_of, under
 
 pytestmark = pytest.mark.usefixtures("device")
 SHARDS = {
@@ -225,17 +225,15 @@ APART = {
 
 @BOTH
 @pytest.mark.parametrize("name", APART)
-def test_what_others_would_see_runs_one_after_another(make: Callable, name: str):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        run = two_steps(APART[name])
-        if mode is NoMode:
-            return run(model, mode)
-        with pytest.warns(RuntimeWarning, match="one after another") as warned:
-            found = run(model, mode)
-        assert len(warned) == 1, "the first step finds out"
-        return found
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_what_others_would_see_runs_one_after_another(model: nn.Module, mode, name: str) -> list[torch.Tensor]:
+    run = two_steps(APART[name])
+    if mode is NoMode:
+        return run(model, mode)
+    with pytest.warns(RuntimeWarning, match="one after another") as warned:
+        found = run(model, mode)
+    assert len(warned) == 1, "the first step finds out"
+    return found
 
 
 @BOTH
@@ -249,16 +247,14 @@ def test_a_loss_that_changes_weights_is_refused_in_one_line(make: Callable, loss
 
 
 @BOTH
-def test_a_loss_that_uses_a_weight_on_the_host_is_refused_once_and_then_runs_one_after_another(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        if mode is not NoMode:
-            with pytest.raises(SideBySideError, match="run the step again") as refused, mode.step():
-                mode.accumulate([partial(decaying, model, microbatch) for microbatch in range(3)])
-            assert "\n" not in str(refused.value)
-            model.zero_grad()
-        return two_steps(decaying)(model, mode)
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_a_loss_that_uses_a_weight_on_the_host_is_refused_once(model: nn.Module, mode) -> list[torch.Tensor]:
+    if mode is not NoMode:
+        with pytest.raises(SideBySideError, match="run the step again") as refused, mode.step():
+            mode.accumulate([partial(decaying, model, microbatch) for microbatch in range(3)])
+        assert "\n" not in str(refused.value)
+        model.zero_grad()
+    return two_steps(decaying)(model, mode)
 
 
 class Hooked(Stack):

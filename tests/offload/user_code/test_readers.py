@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from offload.modes.bounce_linear import BounceLinear
@@ -112,22 +110,6 @@ def test_hooks_read_weights(make: Callable):
         return [*seen, *three_steps(model, mode)]
 
     same_as_resident(make, scenario, build)
-
-
-@THESE_MODES
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
-def test_weights_that_hooks_compute(make: Callable):
-    """Pruning, and the weight norm and spectral norm of old, compute `weight` in a hook before forward."""
-
-    def build() -> nn.Module:
-        model = Mixers()
-        prune.l1_unstructured(model.blocks[0].out, "weight", amount=0.5)
-        nn.utils.weight_norm(model.blocks[1].out)
-        nn.utils.spectral_norm(model.blocks[2].out)
-        weight_norm(model.head)
-        return model
-
-    same_as_resident(make, three_steps, build)
 
 
 @THESE_MODES

@@ -20,32 +20,6 @@ from tests.offload.helpers.user_code import EVERY_MODE_OR_NONE, alike, evaluate,
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def file_bytes(what: object) -> int:
-    """The size of the file that `torch.save` writes."""
-    file = io.BytesIO()
-    torch.save(what, file)
-    return len(file.getvalue())
-
-
-# The container pads by up to 64 bytes a tensor, and a tensor on a GPU names its device.
-PADDING = 512
-
-
-def sizes(model: nn.Module) -> list[int]:
-    parts = [model.blocks[0].up.weight, model.blocks[0].state_dict(), model.head.state_dict(), model.state_dict()]
-    return [file_bytes(part) for part in parts]
-
-
-@EVERY_MODE_OR_NONE
-def test_a_file_of_a_part_has_the_bytes_of_that_part_alone(make: Callable):
-    expected = sizes(Stack())
-    model, mode = Stack(), make()
-    with under(mode, model):
-        train_step(model, mode)
-        assert sizes(model) == [pytest.approx(size, abs=PADDING) for size in expected]
-    assert sizes(model) == [pytest.approx(size, abs=PADDING) for size in expected]
-
-
 @EVERY_MODE_OR_NONE
 def test_no_two_tensors_share_a_storage(make: Callable):
     """safetensors and transformers refuse, or leave out, what looks tied."""

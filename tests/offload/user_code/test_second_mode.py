@@ -19,8 +19,8 @@ from tests.offload.helpers.user_code import (
     RESIDENT_MODES,
     NoMode,
     alike,
+    as_resident,
     evaluate,
-    same_as_resident,
     train_step,
     under,
 )
@@ -33,20 +33,18 @@ EVERY = MODES | RESIDENT_MODES
 @EVERY_MODE_OR_NONE
 @pytest.mark.parametrize("second", EVERY)
 @pytest.mark.sampled
-def test_a_second_mode_is_refused_and_the_first_goes_on(make: Callable, second: str):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = [train_step(model, mode)]
-        if mode is not NoMode:
-            for other in (model, model.blocks, model.blocks[0], nn.ModuleList([model])):
-                with (
-                    pytest.raises(RuntimeError, match=r"is attached already, to the mode .*: detach") as refused,
-                    under(EVERY[second](), other),
-                ):
-                    pass
-                assert "\n" not in str(refused.value)
-        return [*seen, train_step(model, mode, 1), evaluate(model)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_a_second_mode_is_refused_and_the_first_goes_on(model: nn.Module, mode, second: str) -> list[torch.Tensor]:
+    seen = [train_step(model, mode)]
+    if mode is not NoMode:
+        for other in (model, model.blocks, model.blocks[0], nn.ModuleList([model])):
+            with (
+                pytest.raises(RuntimeError, match=r"is attached already, to the mode .*: detach") as refused,
+                under(EVERY[second](), other),
+            ):
+                pass
+            assert "\n" not in str(refused.value)
+    return [*seen, train_step(model, mode, 1), evaluate(model)]
 
 
 @EVERY_MODE_OR_NONE
@@ -122,12 +120,10 @@ def test_an_attach_that_fails_when_blocks_are_wrapped(monkeypatch: pytest.Monkey
 
 
 @EVERY_MODE_OR_NONE
-def test_detach_inside_a_step_is_refused_and_changes_nothing(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        with mode.step():
-            if mode is not NoMode and not isinstance(mode, Resident):
-                with pytest.raises(RuntimeError, match="detach inside a step: close the step first"):
-                    mode.detach()
-        return [train_step(model, mode), evaluate(model)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_detach_inside_a_step_is_refused_and_changes_nothing(model: nn.Module, mode) -> list[torch.Tensor]:
+    with mode.step():
+        if mode is not NoMode and not isinstance(mode, Resident):
+            with pytest.raises(RuntimeError, match="detach inside a step: close the step first"):
+                mode.detach()
+    return [train_step(model, mode), evaluate(model)]

@@ -80,17 +80,3 @@ def test_sparse_gradients(make: Callable, build: Callable[[], nn.Module]):
 @pytest.mark.parametrize("microbatches", [[False, True, False], [True, False, True]])
 def test_sparse_and_dense_gradients_of_one_parameter(make: Callable, microbatches: list[bool]):
     same_as_resident(make, lambda model, mode: train(model, mode, microbatches), words)
-
-
-@EVERY_MODE_OR_NONE
-def test_an_optimizer_for_sparse_gradients(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        optimizer = torch.optim.SparseAdam(model.blocks[0].parameters(), lr=0.1)
-        for step in range(3):
-            with mode.step():
-                model(tokens(step)).square().mean().backward()
-            optimizer.step()
-            model.zero_grad()
-        return []
-
-    same_as_resident(make, scenario, words)

@@ -12,26 +12,23 @@ from torch import nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from tests.offload.helpers.models import Stack, stack_inputs
-from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
+from tests.offload.helpers.user_code import EVERY_MODE, as_resident, evaluate, same_as_resident, train_step
 
 pytestmark = pytest.mark.usefixtures("device")
 
 
 @EVERY_MODE
 @pytest.mark.parametrize("backup_is_a_copy", [False, True])
-def test_data_swapped_for_an_evaluation_and_back(make: Callable, backup_is_a_copy: bool):
+@as_resident()
+def test_data_swapped_for_an_evaluation_and_back(model: nn.Module, mode, backup_is_a_copy: bool) -> list[torch.Tensor]:
     """As averaged weights (EMA) and PEFT's safe merge do."""
-
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = [train_step(model, mode)]
-        backup = [p.data.clone() if backup_is_a_copy else p.data for p in model.parameters()]
-        halve_data(model)
-        seen.append(evaluate(model))
-        for parameter, data in zip(model.parameters(), backup, strict=True):
-            parameter.data = data
-        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
-
-    same_as_resident(make, scenario)
+    seen = [train_step(model, mode)]
+    backup = [p.data.clone() if backup_is_a_copy else p.data for p in model.parameters()]
+    halve_data(model)
+    seen.append(evaluate(model))
+    for parameter, data in zip(model.parameters(), backup, strict=True):
+        parameter.data = data
+    return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
 
 
 def halve_data(model: nn.Module) -> None:
@@ -51,13 +48,11 @@ def replace_parameters(model: nn.Module) -> None:
 
 @EVERY_MODE
 @pytest.mark.parametrize("change", [halve_data, assign_a_state_dict, replace_parameters])
-def test_other_values_are_trained_on(make: Callable, change: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = [train_step(model, mode)]
-        change(model)
-        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_other_values_are_trained_on(model: nn.Module, mode, change: Callable) -> list[torch.Tensor]:
+    seen = [train_step(model, mode)]
+    change(model)
+    return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
 
 
 def given(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -65,27 +60,23 @@ def given(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @EVERY_MODE
-def test_functional_call_computes_with_the_given_values(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        with torch.no_grad():
-            seen = torch.func.functional_call(model, given(model), (stack_inputs(0, 0),))
-        return [seen, evaluate(model), train_step(model, mode)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_functional_call_computes_with_the_given_values(model: nn.Module, mode) -> list[torch.Tensor]:
+    with torch.no_grad():
+        seen = torch.func.functional_call(model, given(model), (stack_inputs(0, 0),))
+    return [seen, evaluate(model), train_step(model, mode)]
 
 
 # Not under shard_offload: as under every activation checkpoint, the recompute finds the values gone.
 @pytest.mark.parametrize("make", [lambda: BounceLinear(outside="stream", slots=8), LayerStream])
-def test_functional_call_gives_its_values_gradients(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        other = given(model)
-        with mode.step():
-            loss = torch.func.functional_call(model, other, (stack_inputs(0, 0),)).square().mean()
-            loss.backward()
-        assert all(p.grad is None for p in model.parameters())
-        return [loss.detach(), *(p.grad for p in other.values()), evaluate(model)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_functional_call_gives_its_values_gradients(model: nn.Module, mode) -> list[torch.Tensor]:
+    other = given(model)
+    with mode.step():
+        loss = torch.func.functional_call(model, other, (stack_inputs(0, 0),)).square().mean()
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    return [loss.detach(), *(p.grad for p in other.values()), evaluate(model)]
 
 
 def transpose_data(model: nn.Module) -> None:
@@ -139,25 +130,23 @@ def test_the_same_memory_in_another_order(make: Callable, change: Callable, insi
 
 @EVERY_MODE
 @pytest.mark.parametrize("how", ["functional_call", "those of another block", "new parameters", "its own state"])
-def test_values_that_lie_in_the_memory_of_the_weights(make: Callable, how: str):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen, values = [train_step(model, mode)], {name: p.detach() for name, p in model.named_parameters()}
-        if how == "functional_call":
-            with mode.step(), torch.no_grad():
-                seen.append(torch.func.functional_call(model, values, (stack_inputs(0, 0),)))
-        elif how == "those of another block":
-            other = {name: values[name.replace("0", "1")] for name in values if name.startswith("blocks.0")}
-            with torch.no_grad():
-                seen.append(torch.func.functional_call(model, other, (stack_inputs(0, 0),)))
-        elif how == "new parameters":
-            for module in model.modules():
-                for name, parameter in list(module.named_parameters(recurse=False)):
-                    setattr(module, name, nn.Parameter(parameter.data))
-        else:
-            model.load_state_dict(model.state_dict(), assign=True)
-        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
-
-    same_as_resident(make, scenario)
+@as_resident()
+def test_values_that_lie_in_the_memory_of_the_weights(model: nn.Module, mode, how: str) -> list[torch.Tensor]:
+    seen, values = [train_step(model, mode)], {name: p.detach() for name, p in model.named_parameters()}
+    if how == "functional_call":
+        with mode.step(), torch.no_grad():
+            seen.append(torch.func.functional_call(model, values, (stack_inputs(0, 0),)))
+    elif how == "those of another block":
+        other = {name: values[name.replace("0", "1")] for name in values if name.startswith("blocks.0")}
+        with torch.no_grad():
+            seen.append(torch.func.functional_call(model, other, (stack_inputs(0, 0),)))
+    elif how == "new parameters":
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.data))
+    else:
+        model.load_state_dict(model.state_dict(), assign=True)
+    return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
 
 
 class Normed(nn.Module):

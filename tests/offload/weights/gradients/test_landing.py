@@ -61,22 +61,6 @@ def test_a_backward_of_the_caller_waits_for_gradients_where_it_ends(model: Stack
     assert all(torch.equal(p.grad, early) for p, early in zip(model.blocks[0].parameters(), found, strict=True))
 
 
-def test_gradients_that_are_asked_for_go_to_nobody_else(model: Stack, mode: LayerStream):
-    weight = model.blocks[0].up.weight
-    with mode.step():
-        (gradient,) = torch.autograd.grad(loss_of(model), [weight])
-    assert gradient.shape == weight.shape
-    assert weight.grad is None
-
-
-def test_hooks_get_their_gradient_on_the_host(model: Stack, mode: LayerStream):
-    weight, hooked = model.blocks[0].up.weight, []
-    weight.register_hook(lambda gradient: hooked.append(gradient.clone()))
-    with mode.step():
-        loss_of(model).backward()
-    assert torch.equal(hooked[0], weight.grad)
-
-
 def test_updates_get_final_gradients_of_a_unit_together(model: Stack, mode: LayerStream):
     class Recorded(Updates):
         early = True

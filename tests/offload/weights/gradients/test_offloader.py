@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 from offload.memory.host_memory import HostArena
-from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.streams import registry
 from offload.streams.stream_checker import CheckedStreams
 from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.gradients.offloader import GradientOffloader, Landing
@@ -31,13 +27,6 @@ def unit() -> OffloadUnit:
         return UnitTensor(name, nn.Parameter(torch.zeros(1)), [ModuleAttribute(nn.Module(), name, False)], 0)
 
     return OffloadUnit("block", 0, [tensor("first"), tensor("second")])
-
-
-@pytest.fixture
-def streams() -> Iterator[CheckedStreams]:
-    streams = registry.acquire("cpu")
-    yield streams
-    registry.release(streams)
 
 
 @pytest.fixture
@@ -198,25 +187,3 @@ def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
         norms = mode.gradient_norms()
         assert norms
         assert gradient_norm(model, norms) == pytest.approx(gradient_norm(model, {}), rel=1e-6)
-
-
-def test_norms_of_gradients_that_are_added_to_earlier_ones():
-    """Gradients accumulate over two steps; the norm is that of the sum."""
-    model, mode = made(Stack), BounceLinear(slots=2)
-    with attached(mode, model):
-        for step in range(2):
-            one_step(model, mode, step, norms=True)
-        for parameter, norm in mode.gradient_norms().items():
-            assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
-
-
-def test_an_assigned_gradient_is_added_to_in_place(at_home: OffloadUnit, streams: CheckedStreams):
-    tensor, assigned = at_home.tensors[0], torch.ones(1)
-    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
-    tensor.host.grad = assigned
-    land(gradients, at_home, tensor, of(2.0))
-    assert tensor.host.grad is assigned
-    assert assigned.item() == 3.0
-    assert tensor.has_landed_gradient
-    assert tensor.gradient.item() == 0.0
-    gradients.release()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,6 @@ from torch import nn
 
 from offload.memory.host_memory import HostArena
 from offload.modes.layer_stream import LayerStream
-from offload.streams import registry
 from offload.streams.stream_checker import CheckedStreams, StreamOrderError
 from offload.weights.gradients import ring
 from offload.weights.gradients.ring import GradientRing, gradient_ring_bytes
@@ -20,13 +17,6 @@ from offload.weights.units.partition import cut
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit_tensor import UnitTensor
 from tests.offload.helpers.models import Stack
-
-
-@pytest.fixture
-def streams() -> Iterator[CheckedStreams]:
-    streams = registry.acquire("cpu")
-    yield streams
-    registry.release(streams)
 
 
 def ring_of(nbytes: int, streams: CheckedStreams) -> GradientRing:

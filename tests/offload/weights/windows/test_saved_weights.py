@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.activations.checkpointing import recompute
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.modes.none import Resident
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
+from tests.offload.helpers.models import Stack, attached, stack_inputs
 
 
 def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
@@ -40,20 +39,6 @@ def test_hooks_that_are_nested_in_themselves_do_nothing():
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
             with saved.hooks(running):
                 assert torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks
-
-
-def test_retained_graph_and_second_derivatives():
-    def run(mode, model):
-        with attached(mode, model), mode.step():
-            inputs = stack_inputs(0, 0).requires_grad_()
-            loss = model(inputs).square().mean()
-            loss.backward(retain_graph=True)
-            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
-            slope.square().sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    streamed, resident = with_copy(Stack())
-    assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
 
 
 def test_weights_changed_between_forward_and_backward_are_refused():
