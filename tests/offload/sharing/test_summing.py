@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -133,54 +134,46 @@ def test_every_sharer_sees_the_whole_sums_after_the_step():
         assert all(torch.equal(a, b.grad) for a, b in zip(found, alone.blocks.parameters(), strict=True))
 
 
-def test_a_loss_on_the_host_besides_is_an_error():
-    def work(sharers: ThreadSharers) -> None:
-        model, mode = Stack(depth=2), LayerStream(slots=2)
-        mode.attach(model, streams(), sharers)
-        weight = model.blocks[1].norm.weight
-        with mode.step():
-            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum() + weight.square().sum()])
-
-    with pytest.raises(RuntimeError, match=r"^a loss uses blocks.1.norm.weight in host memory"):
-        as_sharers(2, work)
+def on_the_host(model: nn.Module, mode: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
+    with mode.step():
+        mode.accumulate([lambda: loss() + model.blocks[1].norm.weight.square().sum()])
 
 
-def test_a_parameter_that_was_frozen_when_sharing_began_cannot_train():
+def thaw(model: nn.Module, mode: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
     """The memory of its gradient and of its states is not shared."""
+    model.blocks[2].norm.bias.requires_grad_(True)
+    with mode.step():
+        mode.accumulate([loss])
 
-    def work(sharers: ThreadSharers) -> None:
-        model, mode = Stack(depth=2), LayerStream(slots=2)
-        model.blocks[1].requires_grad_(False)
-        mode.attach(model, streams(), sharers)
-        model.blocks[1].norm.bias.requires_grad_(True)
+
+def add(model: nn.Module, mode: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
+    for _ in range(2):
         with mode.step():
-            mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
-
-    with pytest.raises(RuntimeError, match=r"^blocks.1.norm.bias trains, and was frozen when processes began to share"):
-        as_sharers(2, work)
+            mode.accumulate([loss])
 
 
-def test_nothing_is_added_to_the_sums_of_the_last_step():
-    def work(sharers: ThreadSharers) -> None:
-        model, mode = Stack(depth=2), LayerStream(slots=2)
-        mode.attach(model, streams(), sharers)
-        for _ in range(2):
-            with mode.step():
-                mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
-
-    with pytest.raises(RuntimeError, match=r"^the gradient of blocks\S+ is a sum over several processes"):
-        as_sharers(2, work)
+def backward_again(model: nn.Module, mode: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
+    """Its gradients would not be in the sums."""
+    with mode.step():
+        mode.accumulate([loss])
+        loss().backward()
 
 
-def test_a_gradient_after_the_sum_is_an_error():
-    """Backward of a second loss: its gradients would not be in the sums."""
-
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (on_the_host, r"a loss uses blocks.1.norm.weight in host memory"),
+        (thaw, r"blocks.2.norm.bias trains, and was frozen when processes began to share"),
+        (add, r"the gradient of blocks\S+ is a sum over several processes"),
+        (backward_again, r"a gradient of blocks\S+ came after the last that was expected: the"),
+    ],
+)
+def test_gradients_that_would_not_be_summed_are_an_error(misuse: Callable, message: str):
     def work(sharers: ThreadSharers) -> None:
         model, mode = Stack(depth=3), LayerStream(slots=2)
+        model.blocks[2].requires_grad_(misuse is not thaw)
         mode.attach(model, streams(), sharers)
-        with mode.step():
-            mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
-            model(stack_inputs(0, sharers.rank)).square().mean().backward()
+        misuse(model, mode, lambda: model(stack_inputs(0, sharers.rank)).square().mean())
 
-    with pytest.raises(RuntimeError, match=r"^a gradient of blocks\S+ came after the last that was expected: the"):
+    with pytest.raises(RuntimeError, match=f"^{message}"):
         as_sharers(2, work)
