@@ -91,7 +91,11 @@ def inject(model: nn.Module, adapter: Lora, dtype: torch.dtype) -> None:
         from peft import inject_adapter_in_model
 
     root = root_of(model)
-    _refuse_statistics(root)
+    for name, _ in with_statistics(root):
+        raise ValueError(
+            f"targets: {name} is a batch norm, whose statistics would change in training and be lost with the frozen"
+            " base: choose a model without"
+        )
     targets = target_names(root, adapter.targets)
     experts = _expert_names(root, adapter)
     saved = saved_names(root, adapter.modules_to_save or (), [*targets, *experts])
@@ -185,8 +189,7 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str 
         device: where numbers are computed before they are copied, one weight at a time; by default where the parameter
             is. Lengths may differ in the last bit between devices, so give the same for every offload mode.
 
-    Raises:
-        ValueError: DoRA would divide by the length of a row of zeros, as the first weights of a modulation are.
+    Raises ValueError if DoRA would divide by the length of a row of zeros, as the first weights of a modulation are.
     """
     draws = Draws(seed, device)
     for name, layer in adapter_layers(root_of(model)):
@@ -218,14 +221,6 @@ def merge_adapter(model: nn.Module) -> None:
         _replace(model, name, layer.get_base_layer())
     del root_of(model).peft_config
     model.requires_grad_(True)
-
-
-def _refuse_statistics(root: nn.Module) -> None:
-    for name, _ in with_statistics(root):
-        raise ValueError(
-            f"targets: {name} is a batch norm, whose statistics would change in training and be lost with the frozen"
-            " base: choose a model without"
-        )
 
 
 def _expert_names(root: nn.Module, adapter: Lora) -> list[str]:

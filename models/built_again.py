@@ -109,9 +109,8 @@ def fill_buffers(model: nn.Module, build: Build) -> None:
     Args:
         build: makes the same model again; its buffers take memory, its parameters none.
 
-    Raises:
-        ValueError: a buffer is on the meta device; or a buffer or such a tensor has random values, depends on
-            parameters or is not in the model built again. Nothing has been written then.
+    Raises ValueError if a buffer is on the meta device; or a buffer or such a tensor has random values, depends on
+    parameters or is not in the model built again. Nothing has been written then.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     _refuse([name for name, buffer in buffers.items() if buffer.is_meta], "allocate the memory of the model before")

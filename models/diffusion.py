@@ -117,8 +117,7 @@ class DiffusionModel(nn.Module):
         Returns:
             The velocity, of the shape of `noisy`, in the model's dtype.
 
-        Raises:
-            ValueError: a condition is missing or unknown, or the images have a shape that the model does not take.
+        Raises ValueError if a condition is missing or unknown, or the images have a shape that the model does not take.
         """
         self._check(noisy, condition)
         dtype = next(self.network.parameters()).dtype
@@ -190,7 +189,8 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
 
         # Its modules are imported by this.
         made = getattr(diffusers, name)
-    keys = [key for key in inspect.signature(made.__init__).parameters if key != "self"]
+    keys = dict(inspect.signature(made.__init__).parameters)
+    del keys["self"]
     for key in config:
         if key not in keys and config[key] not in (None, False):
             raise ValueError(
@@ -204,11 +204,7 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
             meant = f" Did you mean {' or '.join(close)}?" if close else ""
             raise ValueError(f"{key}={overrides[key]}: {name} has no such key.{meant} It has {', '.join(keys)}")
     values = {key: value for key, value in config.items() if key in keys} | overrides
-    defaults = {
-        key: parameter.default
-        for key, parameter in inspect.signature(made.__init__).parameters.items()
-        if parameter.default is not parameter.empty
-    }
+    defaults = {key: one.default for key, one in keys.items() if one.default is not one.empty}
     try:
         family.check(defaults | values)
         network = made(**values)

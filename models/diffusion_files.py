@@ -53,8 +53,7 @@ def diffusion_files(
     Args:
         read: returns the values of a tensor, given its name in `model.network`; by default they are the model's own.
 
-    Raises:
-        ValueError: a tensor is on the meta device, and there is no `read`.
+    Raises ValueError if a tensor is on the meta device, and there is no `read`.
     """
     tensors = {name: tensor.detach() for name, tensor in model.network.state_dict(keep_vars=True).items()}
     for name, tensor in tensors.items():

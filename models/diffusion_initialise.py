@@ -46,9 +46,8 @@ def initialise_diffusion(
         build: makes the same network again.
         device: where hashed numbers are computed before they are copied; by default the parameter's own device.
 
-    Raises:
-        ValueError: a parameter is on the meta device or has no floating-point dtype, and nothing has been written then;
-            or diffusers gives it no value.
+    Raises ValueError if a parameter is on the meta device or has no floating-point dtype, and nothing has been written
+    then; or diffusers gives it no value.
     """
     check_initialisable(network.named_parameters())
     draws, others = Draws(seed, device), []

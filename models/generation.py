@@ -51,8 +51,7 @@ def generate(
         device: where the model computes.
         vocab_size: only ids below this are drawn; None for all that the model has.
 
-    Raises:
-        ValueError: the model's logits are not finite.
+    Raises ValueError if the model's logits are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     cache = model.key_value_cache(len(prompt) + tokens)

@@ -56,8 +56,7 @@ def build_hf(
         attention: "sdpa", "eager", or another backend of transformers; "auto" is sdpa where the architecture has it.
         dtype: of the parameters. What transformers computes in float32 (rotary frequencies) stays float32.
 
-    Raises:
-        ValueError: the source, an override or the backend cannot be had. The message is one line.
+    Raises ValueError if the source, an override or the backend cannot be had. The message is one line.
     """
     avoid_cudnn_attention()
     config = find_source(source, task).config(overrides)
@@ -179,8 +178,7 @@ class CausalLanguageModel(TransformersModel):
             reduction: "mean", or "none" for [batch, seq_len], 0 where the label is -100 and without the auxiliary loss
                 of experts, which is no position's.
 
-        Raises:
-            ValueError: the shapes differ, or the model does not take packed rows.
+        Raises ValueError if the shapes differ, or the model does not take packed rows.
         """
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
@@ -234,8 +232,7 @@ class CachedLanguageModel(CausalLanguageModel):
         Returns:
             The loss, or logits [batch, 1, vocab_size].
 
-        Raises:
-            ValueError: the architecture leaves the cache as it was, so later positions would not see earlier ones.
+        Raises ValueError if the architecture leaves the cache as it was, so later positions would not see earlier ones.
         """
         if cache is None:
             return super().forward(input_ids, labels, segments=segments, reduction=reduction)

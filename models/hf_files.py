@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from models.hf_source import one_line
 from models.quantise import values_of
-from models.safetensors_files import DTYPES, StoredTensor, open_file, tensor_pieces
+from models.safetensors_files import DTYPES, StoredTensor, open_file, read_into
 from models.weights import (
     FLOAT_DTYPES,
     IGNORED_SUFFIXES,
@@ -89,11 +89,8 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
             weights have different values; or a conversion is not possible. The model is unchanged then.
     """
     distinct_tensors(model.hf)
-    plain, conversions, stored, by_name = _checked(model, Path(folder))
-    for target, source in plain.items():
-        with open_file(stored[source].file) as handle, values_of(by_name[target]) as values:
-            for rows, piece in tensor_pieces(handle, source):
-                values[rows].copy_(piece)
+    matched, conversions, stored, by_name = _checked(model, Path(folder))
+    read_into(matched, stored)
     for conversion in conversions:
         for name, value in conversion.made(model.hf, lambda source: _read(stored[source].file, source)).items():
             with values_of(by_name[name]) as values:
@@ -105,14 +102,14 @@ def matched_hf(model: nn.Module, folder: str | Path) -> tuple[dict[str, Tensor],
 
     It reads little more than headers, so the model may be on the meta device. Raises as `load_hf` does.
     """
-    plain, _, stored, by_name = _checked(model, Path(folder))
-    return {source: by_name[target] for target, source in plain.items()}, stored
+    matched, _, stored, _ = _checked(model, Path(folder))
+    return matched, stored
 
 
 def _checked(
     model: nn.Module, path: Path
-) -> tuple[dict[str, str], list[Conversion], dict[str, StoredTensor], dict[str, Tensor]]:
-    """Returns the stored name of each tensor that is copied, the conversions, all entries, and the model's tensors."""
+) -> tuple[dict[str, Tensor], list[Conversion], dict[str, StoredTensor], dict[str, Tensor]]:
+    """Returns the tensors that are copied by stored name, the conversions, all entries, and the model's tensors."""
     stored = read_checkpoint_headers(path)
     tensors = named_tensors(model.hf)
     by_name = {name: tensor for tensor, names in tensors for name in names}
@@ -129,7 +126,7 @@ def _checked(
         sources = [plain[name] for name in names if name in plain]
         for other in sources[1:]:
             check_tied(stored, sources[0], other)
-    return plain, conversions, stored, by_name
+    return {source: by_name[target] for target, source in plain.items()}, conversions, stored, by_name
 
 
 def _matched(

@@ -70,9 +70,8 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
         seed: any integer.
         device: where hashed numbers are computed before they are copied; by default the parameter's own device.
 
-    Raises:
-        ValueError: a parameter is on the meta device or has no floating-point dtype, and nothing has been written
-            then; or transformers gives it no value.
+    Raises ValueError if a parameter is on the meta device or has no floating-point dtype, and nothing has been written
+    then; or transformers gives it no value.
     """
     parameters = dict(model.hf.named_parameters())
     check_initialisable(parameters.items())

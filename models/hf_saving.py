@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,16 +18,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from models.hf_source import CONFIG_FILE, one_line, sub_configs
-from models.safetensors_files import write_tensors
-from models.weights import (
-    INDEX_FILE,
-    MAX_SHARD_BYTES,
-    SINGLE_FILE,
-    distinct_tensors,
-    first_and_count,
-    index_of,
-    named_tensors,
-)
+from models.safetensors_files import split_into_files, write_tensors
+from models.weights import INDEX_FILE, MAX_SHARD_BYTES, distinct_tensors, first_and_count, index_of, named_tensors
 from models.whole_folder import Fill, bytes_of
 
 Read = Callable[[str], Tensor]
@@ -45,8 +37,7 @@ def hf_files(
         read: returns the values of a tensor, given one of its names in `model.hf`; by default they are the model's own.
         values: keys of config.json with other values than the model's own, such as the tokens that end a text.
 
-    Raises:
-        ValueError: a tensor is on the meta device, and there is no `read`; or it cannot be converted back.
+    Raises ValueError if a tensor is on the meta device, and there is no `read`; or it cannot be converted back.
     """
     hf = model.hf
     if read is None:
@@ -61,13 +52,10 @@ def hf_files(
     for key, value in values.items():
         setattr(config, key, value)
     files = {CONFIG_FILE: bytes_of(config.to_json_string(use_diff=True).encode())}
-    shards = _shards(hf, max_shard_bytes)
-    names = [SINGLE_FILE]
-    if len(shards) > 1:
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    shards = split_into_files("model", _layers(hf), max_shard_bytes, _bytes_of_layer)
     stored = {}
-    for name, layers in zip(names, shards, strict=True):
-        shard = _Shard(hf, layers, read)
+    for name, layers in shards.items():
+        shard = _Shard(hf, layers.values(), read)
         stored[name] = shard.tensors
         files[name] = partial(write_tensors, tensors=shard.tensors, read=shard.read)
     if len(shards) > 1:
@@ -90,7 +78,7 @@ def stored_form(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[s
 class _Shard:
     """The tensors of some layers in the form of files; `tensors` has them without values, by their name there."""
 
-    def __init__(self, model: PreTrainedModel, layers: list[dict[str, Tensor]], read: Read):
+    def __init__(self, model: PreTrainedModel, layers: Iterable[dict[str, Tensor]], read: Read):
         self._model, self._read = model, read
         self.tensors: dict[str, Tensor] = {}
         self._layer_of: dict[str, dict[str, Tensor]] = {}
@@ -112,23 +100,17 @@ class _Shard:
         return self._converted[1][name]
 
 
-def _shards(model: PreTrainedModel, max_bytes: int) -> list[list[dict[str, Tensor]]]:
-    """Divides the tensors of the state dict between files, each tied one once, without dividing a layer."""
+def _layers(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
+    """Returns the tensors of the state dict by layer, each tied one once: all that a conversion joins is in a layer."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in _saved(model):
-        # All that a conversion joins is within a layer: "model.layers.3.".
-        layer = re.match(r".*?\.\d+\.", name)
+        layer = re.match(r".*?\.\d+\.", name)  # model.layers.3.
         layers.setdefault(layer[0] if layer else "", {})[name] = tensor
-    shards: list[list[dict[str, Tensor]]] = [[]]
-    used = 0
-    for tensors in layers.values():
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if shards[-1] and used + size > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(tensors)
-        used += size
-    return shards
+    return layers
+
+
+def _bytes_of_layer(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -126,9 +126,8 @@ class Source:
         A value that is itself a mapping is merged into the sub-configuration or the dict of that name. Values that
         the class derives from others (a list with the type of each layer) are derived after the overrides.
 
-        Raises:
-            ValueError: a key is unknown, or is decided elsewhere; a value has another type, or transformers refuses
-                the values together. The message is one line.
+        Raises ValueError if a key is unknown, or is decided elsewhere; a value has another type, or transformers
+        refuses the values together. The message is one line.
         """
         overrides = dict(overrides or {})
         try:
@@ -172,9 +171,8 @@ def find_source(source: str, task: str) -> Source:
             A folder with the name of a model type is given as "./gpt2".
         task: "causal_lm" or "classification".
 
-    Raises:
-        ValueError: neither a model type nor such a folder; the file cannot be read; transformers has no class of this
-            architecture for the task; or the weights are quantised. The message is one line.
+    Raises ValueError, in one line, if `source` is neither a model type nor such a folder; the file cannot be read;
+    transformers has no class of this architecture for the task; or the weights are quantised.
     """
     if task not in CLASSES:
         raise ValueError(f"task={task!r}: must be one of {', '.join(CLASSES)}")

@@ -46,9 +46,8 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
         seed: any integer.
         device: where the numbers are computed before they are copied; by default the parameter's own device.
 
-    Raises:
-        ValueError: a parameter or buffer is on the meta device, or a parameter has no floating-point dtype. Nothing
-            has been written then.
+    Raises ValueError if a parameter or buffer is on the meta device, or a parameter has no floating-point dtype.
+    Nothing has been written then.
     """
     check_initialisable((*model.named_buffers(), *model.named_parameters()))
     residual_projections = sum(name.endswith(RESIDUAL_PROJECTIONS) for name, _ in model.named_modules())

@@ -249,8 +249,7 @@ class Llama(nn.Module):
         rope_theta: base of the rotary wavelengths.
         tie_word_embeddings: `lm_head.weight` and `model.embed_tokens.weight` are one Parameter.
 
-    Raises:
-        ValueError: a size is not positive, or a head count is not a divisor.
+    Raises ValueError if a size is not positive, or a head count is not a divisor.
     """
 
     def __init__(

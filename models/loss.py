@@ -62,9 +62,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
     Returns:
         A scalar: float32, or float64 for float64 inputs.
 
-    Raises:
-        ValueError: a label on the CPU is out of range. On CUDA the check would wait for the device; there such a label
-            fails with a device-side assertion.
+    Raises ValueError if a label on the CPU is out of range. On CUDA the check would wait for the device; there such a
+    label fails with a device-side assertion.
     """
     hidden, labels, chunk_tokens = _flat(hidden, weight, labels, chunk_tokens)
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())

@@ -7,8 +7,10 @@ memory, and device tensors through one small piece of host memory.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import EllipsisType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,8 +48,7 @@ class StoredTensor:
 def open_file(file: Path) -> safe_open:
     """Opens and maps a file.
 
-    Raises:
-        ValueError: it is missing, cut short or not a safetensors file. The message is one line.
+    Raises ValueError if it is missing, cut short or not a safetensors file. The message is one line.
     """
     if file.exists() and not file.is_file():
         # The library would wait at a pipe without end.
@@ -66,8 +67,7 @@ def open_file(file: Path) -> safe_open:
 def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """Returns the header entries of several files by tensor name. It reads the headers only.
 
-    Raises:
-        ValueError: a file cannot be read, or two files have a tensor of the same name.
+    Raises ValueError if a file cannot be read, or two files have a tensor of the same name.
     """
     stored: dict[str, StoredTensor] = {}
     for file in files:
@@ -130,8 +130,7 @@ def write_tensors(
     `metadata` are texts for the file's header. With `read`, `tensors` need no values: `read(name)` returns them when
     they are written, one tensor after another.
 
-    Raises:
-        KeyError: the format lacks a tensor's dtype. Nothing has been written then.
+    Raises KeyError if the format lacks a tensor's dtype. Nothing has been written then.
     """
     # Tensors with larger elements come first, so that each begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
@@ -153,20 +152,24 @@ def write_tensors(
             write(memoryview(piece.cpu().numpy()))
 
 
-def split_into_files(stem: str, tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Divides tensors, in their order, between files of at most `max_bytes`; a larger tensor has a file of its own.
+def split_into_files(
+    stem: str, items: Mapping[str, Any], max_bytes: int, nbytes: Callable[[Any], int] = attrgetter("nbytes")
+) -> dict[str, dict[str, Any]]:
+    """Divides items, in their order, between files of at most `max_bytes`; a larger one has a file of its own.
 
-    Returns the tensors by file name. One file is `STEM.safetensors`; several are `STEM-00001-of-00002.safetensors`,
-    and so on.
+    Items are tensors, or anything else whose size `nbytes` tells.
+
+    Returns the items by file name. One file is `STEM.safetensors`; several are `STEM-00001-of-00002.safetensors`, and
+    so on.
     """
-    parts: list[dict[str, Tensor]] = [{}]
+    parts: list[dict[str, Any]] = [{}]
     used = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and used + tensor.nbytes > max_bytes:
+    for name, item in items.items():
+        if parts[-1] and used + nbytes(item) > max_bytes:
             parts.append({})
             used = 0
-        parts[-1][name] = tensor
-        used += tensor.nbytes
+        parts[-1][name] = item
+        used += nbytes(item)
     if len(parts) == 1:
         return {f"{stem}.safetensors": parts[0]}
     return {f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, start=1)}

@@ -50,14 +50,11 @@ def test_a_pipelines_folder_has_the_model_in_a_part(tmp_path: Path, part: str) -
     assert build_diffusion(tmp_path).sample_shape == (1, 8, 8)
 
 
-def test_lists_of_a_configuration_can_be_saved() -> None:
-    model = build_diffusion("UNet2DModel", OmegaConf.create(SMALL))
-    assert json.loads(model.network.to_json_string())["block_out_channels"] == [8, 16]
-
-
-def test_it_is_built_where_the_caller_says() -> None:
+def test_it_is_built_where_the_caller_says_of_lists_of_any_kind() -> None:
     with torch.device("meta"):
-        assert all(parameter.is_meta for parameter in small().parameters())
+        model = build_diffusion("UNet2DModel", OmegaConf.create(SMALL))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert json.loads(model.network.to_json_string())["block_out_channels"] == [8, 16]
 
 
 def test_initialised_as_all_models_it_computes() -> None:
@@ -132,12 +129,10 @@ def test_what_is_unknown_is_refused_in_one_line(source: str, overrides: dict, me
     ("text", "message"),
     [
         ("{", "is not JSON: download it again"),
-        ("[" * 100_000, "is not JSON: download it again"),
         ("[]", "is not a configuration: download it again"),
         ('{"_class_name": 3}', "names no class of diffusers"),
         ('{"_class_name": "VQModel"}', "VQModel is not supported"),
         ('{"_class_name": "UNet2DModel", "new_key": 7}', "has new_key=7, which UNet2DModel of diffusers .* not know"),
-        (" " * 2**23, "too many for a configuration"),
     ],
 )
 def test_damaged_configurations_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -171,15 +166,11 @@ def test_parameters(name: str) -> None:
 
 
 def test_dit_xl_has_the_papers_parameters_besides_copies_of_embeddings() -> None:
+    assert {*MILLIONS, "dit_xl"} == set(SHAPES)
     model = on_meta("dit_xl")
-    blocks = model.network.transformer_blocks
-    copies = sum(parameters_of(block.norm1.emb) for block in blocks[1:])
+    copies = sum(parameters_of(block.norm1.emb) for block in model.network.transformer_blocks[1:])
     # Of which the paper's has 4,628 more: it predicts a variance too, 16 outputs of 1152 inputs and a bias each.
     assert round((parameters_of(model) - copies) / 1e6) == 675
-
-
-def test_every_shape_is_tested() -> None:
-    assert {*MILLIONS, "dit_xl"} == set(SHAPES)
 
 
 def test_conditions_of_sdxl() -> None:

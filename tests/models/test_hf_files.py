@@ -73,6 +73,26 @@ class TestBothWays:
         assert same_state(narrow, model.to(torch.bfloat16))
 
 
+def strip(tensors: dict[str, Tensor]) -> None:
+    """As the checkpoint of GPT-2 on the Hub: its names lack the prefix, and it has the masks of attention."""
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    for key in list(tensors):
+        tensors[key.removeprefix("transformer.")] = tensors.pop(key)
+
+
+def age(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+
+
+def twice(tensors: dict[str, Tensor]) -> None:
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def moved(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
 class TestNamesOfFiles:
     def test_experts_are_stacked_in_the_order_of_their_numbers(self, tmp_path: Path):
         overrides = {"num_local_experts": 12}
@@ -90,33 +110,11 @@ class TestNamesOfFiles:
         load_hf(again, tmp_path)
         assert same_state(again, model)
 
-    def test_a_checkpoint_of_the_part_below_the_head(self, changed):
-        # As the one of GPT-2 on the Hub: its names lack the prefix, and it has the masks of attention.
-        def strip(tensors: dict[str, Tensor]) -> None:
-            tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
-            for key in list(tensors):
-                tensors[key.removeprefix("transformer.")] = tensors.pop(key)
-
-        assert same_state(loaded("gpt2", changed("gpt2", strip)), trained("gpt2"))
-
-    def test_old_names_and_old_buffers(self, changed):
-        def age(tensors: dict[str, Tensor]) -> None:
-            tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
-
-        assert same_state(loaded("llama", changed("llama", age)), trained("llama"))
-
-    def test_a_tied_weight_is_stored_once_and_may_be_there_twice(self, changed):
-        def twice(tensors: dict[str, Tensor]) -> None:
-            assert "lm_head.weight" not in tensors
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-        assert same_state(loaded("qwen3_tied", changed("qwen3_tied", twice)), trained("qwen3_tied"))
-
-    def test_a_tied_weight_under_its_other_name(self, changed):
-        def moved(tensors: dict[str, Tensor]) -> None:
-            tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-
-        assert same_state(loaded("qwen3_tied", changed("qwen3_tied", moved)), trained("qwen3_tied"))
+    @pytest.mark.parametrize(
+        ("name", "edit"), [("gpt2", strip), ("llama", age), ("qwen3_tied", twice), ("qwen3_tied", moved)]
+    )
+    def test_other_names_of_the_same_tensors_are_known(self, changed, name: str, edit):
+        assert same_state(loaded(name, changed(name, edit)), trained(name))
 
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.3.w1.weight"

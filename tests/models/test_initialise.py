@@ -8,15 +8,9 @@ from torch import nn
 
 from models.initialise import Draws, HashNormal, HashUniform, initialise
 from models.llama import Llama
+from tests.models.helpers.hugging_face import SIZES as SMALL
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = SMALL | {"num_hidden_layers": 3}
 
 
 def make_model(seed=0, dtype=torch.float32, **changes) -> Llama:

@@ -54,7 +54,7 @@ def test_transformers_writes_infinity_as_an_object(tmp_path: Path):
     assert find_source(str(tmp_path), "causal_lm").config().time_step_limit == config.time_step_limit
 
 
-@pytest.mark.parametrize("value", ["null", "[1]", "{}", "3"])
+@pytest.mark.parametrize("value", ["null", "[1]"])
 def test_an_object_that_names_no_number_stays_one(tmp_path: Path, value: str):
     (tmp_path / "a.json").write_text(f'{{"a": {{"__float__": {value}}}, "b": {{"__float__": "NaN", "c": 1}}}}')
     found = read_object(tmp_path / "a.json", "look elsewhere")

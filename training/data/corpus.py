@@ -43,8 +43,7 @@ def read_stdlib() -> Iterator[tuple[str, bool]]:
 
     Not by the `datasets` library: importing it and listing so many files would take a second of every run.
 
-    Raises:
-        UserError: this Python has no source files, or they cannot be read.
+    Raises UserError if this Python has no source files, or they cannot be read.
     """
     files = stdlib_files()
     if not files:
@@ -75,8 +74,7 @@ def check_column(column: str, columns: Iterable[str], source: str, key: str = "t
 def is_text(value: Any, text_column: str, source: str) -> bool:
     """Returns True for a value to train on: a text that is neither null nor empty.
 
-    Raises:
-        UserError: the value has another type, such as a number, a date or a list.
+    Raises UserError if the value has another type, such as a number, a date or a list.
     """
     if value is not None and not isinstance(value, str):
         raise UserError(

@@ -44,8 +44,7 @@ class StdlibText(PackedTokens):
         max_tokens: the number of tokens to use, in the order of paths; None for all.
         packing: further arguments of PackedTokens: seed, seq_len, batch_size, eval_share.
 
-    Raises:
-        UserError: this Python has no source files, or `max_tokens` is below one block.
+    Raises UserError if this Python has no source files, or `max_tokens` is below one block.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class TextFiles(PackedTokens):
         eval_files: paths and patterns of other files to evaluate on.
         packing: further arguments of PackedTokens: seed, seq_len, batch_size, and eval_share, for without `eval_files`.
 
-    Raises:
-        UserError: a file is missing or unreadable, or there is too little text; see training.data.corpus.
+    Raises UserError if a file is missing or unreadable, or there is too little text; see training.data.corpus.
     """
 
     def __init__(
@@ -107,8 +105,7 @@ class SyntheticTokens(RandomBatches):
     Args:
         vocab_size: all ids are below this.
 
-    Raises:
-        UserError: vocab_size is below 1.
+    Raises UserError if vocab_size is below 1.
     """
 
     def __init__(self, vocab_size: int = 256, *, seed: int, seq_len: int, batch_size: int):

@@ -27,8 +27,7 @@ class NumberedExamples(ABC):
     Attributes:
         num_blocks: examples in an epoch.
 
-    Raises:
-        UserError: there is no example, or `eval_share` is out of range.
+    Raises UserError if there is no example, or `eval_share` is out of range.
     """
 
     def __init__(self, count: int, *, seed: int, batch_size: int, eval_share: float = 0.0):

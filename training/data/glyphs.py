@@ -61,8 +61,7 @@ class Glyphs(NumberedExamples):
     Attributes:
         num_classes: the number of characters; None without labels.
 
-    Raises:
-        UserError: a value is out of range, or a font cannot draw a character.
+    Raises UserError if a value is out of range, or a font cannot draw a character.
     """
 
     def __init__(

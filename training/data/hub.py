@@ -45,8 +45,7 @@ class HubText(HubStream):
     def batch(self, index: int) -> torch.Tensor:
         """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU.
 
-        Raises:
-            UserError: the text can no longer be read, or there is none.
+        Raises UserError if the text can no longer be read, or there is none.
         """
         return blocks_of(self._part_of(index).astype(np.int64), range(self._batch_size), self._seq_len)
 

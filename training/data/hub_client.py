@@ -82,8 +82,7 @@ def ask_hub(request: Callable[..., Any], name: str, given: str, kind: str, other
         kind: what `name` is the name of, such as dataset.
         otherwise: what to do where the Hub cannot be reached.
 
-    Raises:
-        UserError: no network, no such repository or revision, or no permission to read it.
+    Raises UserError if there is no network, no such repository or revision, or no permission to read it.
     """
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -60,8 +60,7 @@ class ImageColumn(HubStream):
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU. Earlier calls do not change it.
 
-        Raises:
-            UserError: a picture or label cannot be used, the rows can no longer be read, or there are none.
+        Raises UserError if a picture or label cannot be used, the rows can no longer be read, or there are none.
         """
         return self._batch_of(self._part_of(index))
 

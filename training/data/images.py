@@ -39,8 +39,7 @@ class ImageFolder(NumberedExamples):
     Attributes:
         num_classes: the number of class folders; None without labels.
 
-    Raises:
-        UserError: there are no pictures, or not as `labels` says; and, from `batch`, one cannot be used.
+    Raises UserError if there are no pictures, or not as `labels` says; in `batch` if one cannot be used.
     """
 
     def __init__(

@@ -63,8 +63,7 @@ class LibraryTokenizer:
             the end, the end of text.
         stops: ids that end a generated text.
 
-    Raises:
-        UserError: it has no token that ends a text. Later, a text cannot be encoded.
+    Raises UserError if it has no token that ends a text; later if a text cannot be encoded.
     """
 
     def __init__(

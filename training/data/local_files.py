@@ -32,8 +32,7 @@ def find_files(
 
     `key` gave the patterns, for messages.
 
-    Raises:
-        UserError: no pattern is given, a pattern matches no file, a path is a folder, or has none of `extensions`.
+    Raises UserError if no pattern is given, a pattern matches no file, a path is a folder, or has none of `extensions`.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns or [])
     if not patterns or not all(patterns):
@@ -68,9 +67,8 @@ def read_files(files: Sequence[Path], text_column: str, key: str = "dataset.file
 
     Rows with an empty text are skipped. `key` gave the files, for messages.
 
-    Raises:
-        UserError: a file cannot be read or does not have the format of its extension; or it has no column
-            `text_column`, or that column does not contain text.
+    Raises UserError if a file cannot be read or does not have the format of its extension; or it has no column
+    `text_column`, or that column does not contain text.
     """
     return read_each(files, key, lambda file: READERS[file.suffix.lower()](file, text_column))
 

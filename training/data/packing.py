@@ -36,8 +36,7 @@ class PackedTokens:
     Attributes:
         num_blocks: blocks in an epoch.
 
-    Raises:
-        UserError: the corpus is shorter than one block.
+    Raises UserError if the corpus is shorter than one block.
     """
 
     def __init__(
@@ -164,8 +163,7 @@ def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], li
 def limit_tokens(arrays: Iterable[np.ndarray], max_tokens: int | None) -> Iterator[np.ndarray]:
     """Yields the arrays up to a total of `max_tokens` tokens (None: all), and reads no further.
 
-    Raises:
-        UserError: max_tokens is below 1.
+    Raises UserError if max_tokens is below 1.
     """
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"dataset.max_tokens={max_tokens}: must be at least 1, or null for all tokens")

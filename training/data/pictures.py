@@ -60,8 +60,7 @@ class Square:
         crop: "random" for a square that depends on the variation, or "centre" for the middle.
         flip: whether every second picture is mirrored.
 
-    Raises:
-        UserError: a value is out of range.
+    Raises UserError if a value is out of range.
     """
 
     size: int = 64

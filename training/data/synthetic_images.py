@@ -23,8 +23,7 @@ class SyntheticImages(RandomBatches):
         num_classes: labels are below this; null for none.
         condition: the shapes of further tensors by their names, as in {encoder_hidden_states: [77, 2048]}.
 
-    Raises:
-        UserError: a shape has no numbers, or a name is taken.
+    Raises UserError if a shape has no numbers, or a name is taken.
     """
 
     def __init__(

@@ -31,8 +31,7 @@ def load_tokenizer(given: str | Path | None, begin: str | None = AUTO, end: str 
         begin: the token before each document; auto: as the tokenizer says; None: none.
         end: the token after each document, likewise; auto: its end of text, where it says nothing else.
 
-    Raises:
-        UserError: there is no such tokenizer, or no such token in it.
+    Raises UserError if there is no such tokenizer, or no such token in it.
     """
     tokenizer = _loaded(given)
     for name, token in (("begin", begin), ("end", end)):

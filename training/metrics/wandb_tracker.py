@@ -93,8 +93,7 @@ class Tracker:
         config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
         resume_id: the `id` of the run that this one continues.
 
-    Raises:
-        UserError: `mode` is none of these.
+    Raises UserError if `mode` is none of these.
     """
 
     def __init__(

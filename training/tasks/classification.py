@@ -23,8 +23,7 @@ class Classification(Task):
         label_smoothing: the share of the target that all classes have in common (Szegedy et al. 2016), in training
             alone.
 
-    Raises:
-        KnobError: a value is out of range.
+    Raises KnobError if a value is out of range.
     """
 
     unit = "images"

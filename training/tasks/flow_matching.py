@@ -8,7 +8,7 @@ examples, so that the same model also predicts without it, as classifier-free gu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,8 +60,7 @@ class FlowMatching(Task):
         sample_count: images in a sample. Image k has label k modulo the number of classes.
         sample_shape: [channels, height, width] of a sampled image; null asks the model.
 
-    Raises:
-        KnobError: a value is out of range.
+    Raises KnobError if a value is out of range.
     """
 
     unit = "images"
@@ -147,30 +146,9 @@ class FlowMatching(Task):
         """Raises UserError if the dataset has no images, or not the conditions that the model takes."""
         if not hasattr(type(dataset), "meta_batch"):
             raise UserError("task=flow_matching: the dataset has no images: take dataset=glyphs, images or hub_images")
-        num_classes, shapes = getattr(dataset, "num_classes", None), getattr(model, "condition_shapes", None)
-        if num_classes is not None and shapes is not None and LABELS not in shapes:
-            raise UserError(
-                "task=flow_matching: the dataset has labels, and the model takes none: take a dataset without"
-                " (dataset.labels=false, dataset.label_column=null), or a model with embeddings of classes"
-            )
-        if num_classes is not None and self.drop_condition and self.null_class is None:
-            raise UserError(
-                f"task.null_class=null: the label that stands for none: take task.null_class={num_classes}, the number"
-                " of classes, or task.drop_condition=0"
-            )
-        if num_classes is not None and self.null_class is not None and self.null_class < num_classes:
-            raise UserError(
-                f"task.null_class={self.null_class}: a class of the dataset, which has {num_classes}: take"
-                f" task.null_class={num_classes}"
-            )
-        if num_classes is not None:
-            self._check_labels(model, True)
-            known = getattr(model, "num_labels", None)
-            if known is not None and num_classes > known:
-                raise UserError(
-                    f"task=flow_matching: the dataset has {num_classes} classes, and the model has embeddings for"
-                    f" {known} labels: give it more, or take another dataset"
-                )
+        shapes = getattr(model, "condition_shapes", None)
+        if (num_classes := getattr(dataset, "num_classes", None)) is not None:
+            self._check_classes(num_classes, model, shapes)
         if shapes is None:
             return
         given = _condition_of(self.meta_batch(config, 1))
@@ -184,6 +162,30 @@ class FlowMatching(Task):
             raise UserError(
                 f"task=flow_matching: the dataset has {', '.join(unknown)}, which the model cannot use; it takes"
                 f" {', '.join([*shapes, *optional]) or 'no condition'}: take a dataset without, or another model"
+            )
+
+    def _check_classes(self, num_classes: int, model: nn.Module, shapes: Mapping[str, object] | None) -> None:
+        if shapes is not None and LABELS not in shapes:
+            raise UserError(
+                "task=flow_matching: the dataset has labels, and the model takes none: take a dataset without"
+                " (dataset.labels=false, dataset.label_column=null), or a model with embeddings of classes"
+            )
+        if self.drop_condition and self.null_class is None:
+            raise UserError(
+                f"task.null_class=null: the label that stands for none: take task.null_class={num_classes}, the number"
+                " of classes, or task.drop_condition=0"
+            )
+        if self.null_class is not None and self.null_class < num_classes:
+            raise UserError(
+                f"task.null_class={self.null_class}: a class of the dataset, which has {num_classes}: take"
+                f" task.null_class={num_classes}"
+            )
+        self._check_labels(model, True)
+        known = getattr(model, "num_labels", None)
+        if known is not None and num_classes > known:
+            raise UserError(
+                f"task=flow_matching: the dataset has {num_classes} classes, and the model has embeddings for {known}"
+                " labels: give it more, or take another dataset"
             )
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
@@ -229,8 +231,7 @@ class FlowMatching(Task):
         The noise of image k depends on `seed` and k alone. With guidance both predictions are made in one call. Call it
         with the model in eval() and without gradients. Returns None once `stopped` returns True.
 
-        Raises:
-            ValueError: the model's output is not finite.
+        Raises ValueError if the model's output is not finite.
         """
         shape = self.sample_shape or model.sample_shape
         points = torch.empty(self.sample_count, *shape)

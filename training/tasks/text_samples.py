@@ -49,17 +49,9 @@ class TextSampler(Sampler):
 
     def sample(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> TextSample | None:
         sample = self.config.sample
+        drawing = {key: sample[key] for key in ("tokens", "temperature", "top_p")} | {"seed": self.config.seed}
         text = continued(
-            model,
-            self.tokenizer,
-            self.prompt,
-            stops=self.stops,
-            tokens=sample.tokens,
-            temperature=sample.temperature,
-            top_p=sample.top_p,
-            seed=self.config.seed,
-            device=device,
-            stopped=stopped,
+            model, self.tokenizer, self.prompt, stops=self.stops, stopped=stopped, device=device, **drawing
         )
         return None if text is None else TextSample(sample.prompt, text)
 
@@ -146,30 +138,17 @@ def continued(
     prompt: tuple[int, ...],
     *,
     stops: frozenset[int],
-    tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    device: torch.device,
     stopped: Callable[[], bool] = lambda: False,
+    **drawing: Any,
 ) -> str | None:
-    """Returns the text of `prompt` and of up to `tokens` tokens that follow it; one of `stops` ends it before.
+    """Returns the text of `prompt` and of the tokens that follow it; one of `stops` ends it before.
 
-    The model is in eval() and without gradients. The text may have any characters: make it visible before it is
-    printed. Returns None once `stopped` returns True. Raises ValueError if the model's logits are not finite.
+    `drawing` are further arguments of `models.generation.generate`, such as `tokens` and `temperature`. The model is
+    in eval() and without gradients. The text may have any characters: make it visible before it is printed. Returns
+    None once `stopped` returns True. Raises ValueError if the model's logits are not finite.
     """
     ids = list(prompt)
-    drawn = generate(
-        model,
-        prompt,
-        tokens=tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        device=device,
-        vocab_size=tokenizer.vocab_size,
-    )
-    for token in drawn:
+    for token in generate(model, prompt, vocab_size=tokenizer.vocab_size, **drawing):
         if stopped():
             return None
         if token in stops:

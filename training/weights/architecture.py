@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig
 from torch import nn
 
@@ -18,9 +17,8 @@ from models.llama import Llama
 from training.errors import UserError, as_user_error, first_line
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
 from training.runs.files import home_expanded
-from training.runs.manifest import DamagedError, read_config
 from training.weights.files import CONFIG_FILE, KEY, part_in
-from training.weights.origin import folder_of, values_in
+from training.weights.origin import folder_of, model_of_run, values_in
 from training.weights.source import local_source
 
 LLAMA = "llama"
@@ -143,7 +141,7 @@ def _of_transformers(config: DictConfig, folder: Path) -> tuple[dict[str, Any], 
     """
     source, overrides = str(folder), None
     if (folder / RUN_CONFIG_FILE).is_file():
-        run = _model_of_run(folder)
+        run = model_of_run(folder, f"{KEY}={folder}")
         if "source" not in run:
             return None
         source, overrides = local_source(run["source"]), run.get("overrides")
@@ -161,13 +159,6 @@ def _of_transformers(config: DictConfig, folder: Path) -> tuple[dict[str, Any], 
 def _of_diffusers(folder: Path) -> tuple[dict[str, Any], str, None]:
     values = values_in(folder / part_in(folder))
     return dict(_leaves(values)), str(folder), None
-
-
-def _model_of_run(folder: Path) -> dict[str, Any]:
-    with as_user_error(f"{KEY}={folder}: ", DamagedError, after=": give another checkpoint"):
-        read_config(folder)
-    # It was found to be plain; here values have their types.
-    return yaml.safe_load((folder / RUN_CONFIG_FILE).read_text())["model"]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

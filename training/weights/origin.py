@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig
 
 from models.json_files import read_object
@@ -55,7 +56,7 @@ def _origin(model: Mapping[str, Any]) -> Path | None:
         if given is None or (folder := folder_of(key, given)) is None:
             continue
         is_of_run = (folder / RUN_CONFIG_FILE).is_file()
-        if is_of_run and (of_run := _origin(_model_of_run(folder, f"{key}={given}"))) is not None:
+        if is_of_run and (of_run := _origin(model_of_run(folder, f"{key}={given}"))) is not None:
             return of_run
         if (folder / CONFIG_FILE).is_file():
             return folder
@@ -71,8 +72,10 @@ def folder_of(key: str, given: str) -> Path | None:
     return None if hub is None else hub.cached_folder([CONFIG_FILE])
 
 
-def _model_of_run(folder: Path, given: str) -> dict[str, Any]:
+def model_of_run(folder: Path, given: str) -> dict[str, Any]:
+    """Returns the `model` of the run whose checkpoint is in `folder`. Raises UserError, which begins with `given`."""
     with as_user_error(f"{given}: ", DamagedError, after=": give another checkpoint"):
-        model = read_config(folder).get("model")
-    # Values are read as texts.
-    return {key: None if value == "null" else value for key, value in model.items()} if isinstance(model, dict) else {}
+        read_config(folder)
+    # It was found to be plain; here values have their types.
+    model = yaml.safe_load((folder / RUN_CONFIG_FILE).read_text()).get("model")
+    return model if isinstance(model, dict) else {}

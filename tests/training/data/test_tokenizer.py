@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
-from tests.training.helpers.hub_server import hub_server
+from tests.training.helpers.hub_server import ask_here, hub_server
 from tests.training.helpers.pretrained_folder import small_tokenizer
 from training.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
 from training.errors import UserError
@@ -62,12 +61,8 @@ def test_a_model_of_the_hub_brings_its_tokenizer(folder: Path, tmp_path: Path, m
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     models = {"me/chat": files | {"model.safetensors": b"large"}, "me/none": {"config.json": b"{}"}}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with hub_server(models) as address:
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        template = address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        ask_here(monkeypatch, address, tmp_path / "cache")
         loaded = load_tokenizer("me/chat")
         with pytest.raises(UserError, match=r"that model has no tokenizer\.json: give dataset\.tokenizer=FOLDER"):
             load_tokenizer("me/none")

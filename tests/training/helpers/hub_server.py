@@ -9,9 +9,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote
+
+import pytest
+from huggingface_hub import constants
 
 MAIN = "main"
 FILES = {
@@ -122,3 +126,12 @@ def hub_server(models: dict[str, dict[str, bytes]] | None = None) -> Iterator[st
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def ask_here(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
+    """Makes the Hub's client in this process ask `address`, and keep files in `cache`."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

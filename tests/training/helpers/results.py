@@ -21,3 +21,8 @@ def curve(run_dir: Path) -> list[dict]:
     """Returns the records of a run without measured values, and without a line that a kill left unfinished."""
     *lines, _unfinished = (run_dir / METRICS_FILE).read_text().split("\n")
     return [{key: value for key, value in json.loads(line).items() if not MEASURED.match(key)} for line in lines]
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Returns the loss of each logged step of a run."""
+    return [record["train/loss"] for record in curve(run_dir)]

@@ -9,10 +9,12 @@ import sys
 import tempfile
 import threading
 from enum import Enum
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from omegaconf import OmegaConf
+from PIL import Image
 
 from tests.training.helpers.time_limit import time_limit
 from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs, without_internals
@@ -385,3 +387,30 @@ def test_name_and_tags_come_from_the_chosen_options():
     assert run_name(choices, seed=2) == "llama7b-bounce_linear-2"
     assert run_tags(choices) == ["model=llama7b", "offload=bounce_linear", "optimizer=adamw"]
     assert len(run_tags({"experiment": "x" * 100})[0]) == 64
+
+
+def test_samples_are_rows_of_one_incremental_table(tmp_path, monkeypatch):
+    logged = []
+
+    def log(values, **where):
+        logged.append((values["samples"], [list(row) for row in values["samples"].data], values["train/step"], where))
+
+    monkeypatch.setattr(Tracker, "_submit", lambda self, task: task(SimpleNamespace(log=log)))
+    tracker = Tracker("disabled", run_dir=tmp_path, config={})
+    tracker.log_sample({"prompt": "a", "text": "ab\n"}, 0)
+    tracker.log_sample({"prompt": "a", "text": "ac"}, 4)
+    (table, first, *_), (again, both, step, where) = logged
+    assert again is table
+    assert (table.columns, table.log_mode) == (["step", "prompt", "text"], "INCREMENTAL")
+    assert (first, both) == ([[0, "a", "ab\n"]], [[0, "a", "ab\n"], [4, "a", "ac"]])
+    assert (step, where) == (4, {"step": 4, "commit": False})
+
+
+def test_a_picture_is_passed_as_its_file(tmp_path, monkeypatch):
+    picture, logged = tmp_path / "step-000004.png", []
+    Image.new("RGB", (4, 2)).save(picture)
+    run = SimpleNamespace(log=lambda values, **where: logged.append(values["samples"]))
+    monkeypatch.setattr(Tracker, "_submit", lambda self, task: task(run))
+    Tracker("disabled", run_dir=tmp_path, config={}).log_sample({"caption": "letters", "picture": picture}, 4)
+    ((step, caption, entry),) = logged[0].data
+    assert (step, caption, entry.image.size) == (4, "letters", (4, 2))

@@ -95,15 +95,6 @@ def test_packed_chats_have_the_loss_of_each_in_a_row_of_its_own():
     assert (task.weight(packed), task.units_in(packed)) == (task.weight(batch), task.units_in(batch))
 
 
-def test_a_plan_takes_the_longest_rows_of_chats():
-    for packed, extra, shape in ((False, "lengths", (2,)), (True, "segments", (2, 16))):
-        config, _ = composed(*CHAT, f"dataset.packed={packed}")
-        batch = CausalLM().meta_batch(config, 2)
-        assert batch["input_ids"].shape == batch["labels"].shape == (2, 16)
-        assert batch[extra].shape == shape
-        assert all(part.is_meta for part in batch.values())
-
-
 def test_packed_rows_for_a_model_that_takes_none_are_refused_and_the_advice_works():
     for model, why in (
         (SimpleNamespace(vocab_size=300), "its forward has no argument that says which tokens belong together"),

@@ -61,12 +61,6 @@ def test_models_in_low_precision_get_images_of_their_dtype() -> None:
     loss.backward()
 
 
-def test_gradients_reach_the_model() -> None:
-    model = Weights(ROWS)
-    Classification().loss(model, BATCH).backward()
-    assert model.rows.grad[1, 0].item() == pytest.approx(1 / (1 + math.exp(-1)) / 3)
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -108,15 +102,15 @@ def test_more_classes_than_the_model_has_are_refused_before_a_step() -> None:
             Classification().check(config, SimpleNamespace(num_classes=count), model)
 
 
-def test_a_language_model_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("vocab_size", "a language model: take one of images"),
+        ("condition_shapes", "a diffusion model: take task=flow_m"),
+    ],
+)
+def test_models_of_other_tasks_are_refused(attribute: str, message: str) -> None:
     model = nn.Identity()
-    model.vocab_size = 3
-    with pytest.raises(UserError, match=r"^task=classification: Identity is a language model: take one of images"):
-        Classification().check_model(None, model)
-
-
-def test_a_diffusion_model_is_refused() -> None:
-    model = nn.Identity()
-    model.condition_shapes = {}
-    with pytest.raises(UserError, match=r"^task=classification: Identity is a diffusion model: take task=flow_match"):
+    setattr(model, attribute, {})
+    with pytest.raises(UserError, match=f"^task=classification: Identity is {message}"):
         Classification().check_model(None, model)

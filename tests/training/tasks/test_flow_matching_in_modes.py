@@ -8,6 +8,7 @@ from models.diffusion import build_diffusion
 from models.initialise import initialise
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap, acquire, release
 from offload.planning import dry_run
+from tests.models.helpers.unets import UNET
 from training.batches import split_into
 from training.data.glyphs import Glyphs
 from training.data.synthetic_images import SyntheticImages
@@ -21,17 +22,6 @@ MODES = {
     "layer_stream_swap": lambda: TensorSwap(LayerStream()),
 }
 CHARACTERS = "AB"
-UNET = {
-    "sample_size": 8,
-    "in_channels": 1,
-    "out_channels": 1,
-    "block_out_channels": [8, 16],
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "num_class_embeds": len(CHARACTERS) + 1,
-    "down_block_types": ["DownBlock2D", "DownBlock2D"],
-    "up_block_types": ["UpBlock2D", "UpBlock2D"],
-}
 # It has a buffer that no state dict has, and draws random numbers of its own unless it is told not to.
 DIT = {
     "sample_size": 8,
@@ -41,7 +31,10 @@ DIT = {
     "attention_head_dim": 8,
     "num_embeds_ada_norm": len(CHARACTERS),
 }
-MODELS = {"unet": ("UNet2DModel", UNET), "dit": ("DiTTransformer2DModel", DIT)}
+MODELS = {
+    "unet": ("UNet2DModel", {**UNET, "num_class_embeds": len(CHARACTERS) + 1}),
+    "dit": ("DiTTransformer2DModel", DIT),
+}
 TASK = FlowMatching(null_class=len(CHARACTERS), sample_count=2, sample_steps=2)
 
 

@@ -27,16 +27,9 @@ def test_a_picture_is_a_file_that_its_row_names(tmp_path: Path):
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000020.png"]
 
 
-def test_levels_from_black_to_white_are_cut_off() -> None:
-    images = torch.tensor([-3.0, -1.0, -0.5, 0.5, 1.0, 7.0]).view(1, 1, 1, 6)
-    assert to_uint8(images).flatten().tolist() == [0, 0, 64, 191, 255, 255]
-
-
-def test_channels_come_last() -> None:
-    image = torch.stack([torch.full((2, 4), value) for value in (-1.0, 0.2, 1.0)])[None]
-    levels = to_uint8(image)
-    assert levels.shape == (1, 2, 4, 3)
-    assert levels[0, 1, 3].tolist() == [0, 153, 255]
+def test_levels_from_black_to_white_are_cut_off_and_channels_come_last() -> None:
+    images = torch.tensor([[-3.0, -1.0, -0.5], [0.5, 1.0, 7.0]]).view(1, 2, 1, 3)
+    assert to_uint8(images).tolist() == [[[[0, 191], [0, 255], [64, 255]]]]
 
 
 @pytest.mark.parametrize(("count", "shape"), [(1, (4, 5, 3)), (4, (7, 9, 3)), (5, (7, 13, 3))])
@@ -53,8 +46,3 @@ def test_images_stand_row_by_row_between_lines() -> None:
         [GREY, 3, GREY, GREY, GREY],
         [GREY] * 5,
     ]
-
-
-def test_colours_stay() -> None:
-    picture = grid_of(torch.tensor([10, 20, 30], dtype=torch.uint8).view(1, 1, 1, 3))
-    assert picture[1, 1].tolist() == [10, 20, 30]

@@ -12,6 +12,7 @@ from models.initialise import initialise
 from models.weights import INDEX_FILE
 from tests.models.helpers.saving import save_weights
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
+from tests.training.helpers.results import losses
 from training.errors import UserError
 from training.optim import build_schedule
 from training.runs.failures import explain
@@ -29,10 +30,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights") / "files"
     save_weights(model, folder, max_shard_bytes=10_000)
     return folder
-
-
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["train/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from models.llama import Llama
-from tests.training.helpers.hub_server import hub_server
+from tests.training.helpers.hub_server import ask_here, hub_server
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here
 from tests.training.helpers.pretrained_folder import SIZES, save_pretrained, small_tokenizer
 from training.data.tokenizer import tokenizer_files
@@ -22,11 +21,6 @@ from training.planning.plan import plan_only
 from training.weights.model_tokenizer import is_of_bytes, own_tokenizer
 
 TEXT = (*TINY_RUN, "dataset=text", "dataset.files=none.txt")
-TINY = (
-    "model.hidden_size=16",
-    "model.intermediate_size=32",
-    "model.num_hidden_layers=1",
-)
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +127,10 @@ def test_a_checkpoint_brings_the_tokenizer_of_its_run(model: Path, tmp_path: Pat
 
 
 def test_a_plan_downloads_no_tokenizer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     with hub_server({"me/chat": files}) as address:
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        template = address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        ask_here(monkeypatch, address, tmp_path / "cache")
         job = of_hf("me/chat", "hardware=h200", "sample.every=1", "sample.tokens=4")
         for given in ("auto", str(model), "null"):
             config, invocation = composed(*job, f"dataset.tokenizer={given}", run_dir=tmp_path)

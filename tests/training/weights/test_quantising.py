@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from models.quantise import QuantisedWeight, is_quantised
 from models.quantise_cache import SOURCE, CacheFile
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
+from tests.training.helpers.results import losses
 from training.errors import UserError
 
 RUN = (*TINY_RUN, "steps=3", "log_every=1", "optimizer=host_adamw")
@@ -23,11 +24,6 @@ MODES = {
     "layer_stream": ("offload=layer_stream", "offload.slots=1", "precision=fp32"),
     "shard_offload": ("offload=shard_offload", "offload.shards=2"),
 }
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["train/loss"] for line in lines]
 
 
 def caches(folder: Path) -> list[Path]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from models.diffusion import build_diffusion
@@ -17,7 +16,7 @@ from tests.models.helpers.hf_models import trained
 from tests.models.helpers.saving import save_diffusion, save_hf
 from tests.models.helpers.unets import UNET as TINY
 from tests.test_any_model import COMMON, UNET
-from tests.training.helpers.hub_server import hub_server
+from tests.training.helpers.hub_server import ask_here, hub_server
 from tests.training.helpers.in_process import components_of, run_here
 from training.checkpoints.base import BaseReference
 from training.checkpoints.state import read_state
@@ -61,25 +60,16 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
     }
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    return tmp_path / "cache"
+# Nobody answers there.
+NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def hub(repositories: dict, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def hub(repositories: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The stand-in, and the cache of the client."""
     with hub_server(repositories) as address:
-        use(address, monkeypatch)
-        yield cache
-
-
-def use(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        ask_here(monkeypatch, address, tmp_path / "cache")
+        yield tmp_path / "cache"
 
 
 def downloaded(cache: Path) -> set[str]:
@@ -103,8 +93,7 @@ def test_a_language_model_begins_with_its_weights_and_then_needs_no_network(
     names = downloaded(hub)
     assert {"config.json", "model.safetensors.index.json"} < names
     assert not names & {"README.md", "pytorch_model.bin", "original/model.safetensors"}
-    # Nobody answers there.
-    use("http://127.0.0.1:9", monkeypatch)
+    ask_here(monkeypatch, NOBODY, hub)
     run_here(tmp_path / "offline", *job, "offload=layer_stream")
     states = [read_state(tmp_path / name / "checkpoints" / "step-00000001") for name in ("online", "offline")]
     assert states[0].step == states[1].step == 1
@@ -122,8 +111,7 @@ def test_a_revision_is_taken_where_one_is_given(hub: Path, monkeypatch: pytest.M
         assert torch.equal(now, full * 0.5)
     base = BaseReference.of(0, weights)
     assert (base.name, base.revision) == ("me/gpt2", "v0/first")
-    # Nobody answers there.
-    use("http://127.0.0.1:9", monkeypatch)
+    ask_here(monkeypatch, NOBODY, hub)
     assert ModelWeights.find("me/gpt2@v0/first").path() == weights.path()
     with pytest.raises(UserError, match="or run `hf download me/gpt2 --revision v2 --local-dir DIR` where there is"):
         local_source("me/gpt2@v2")
@@ -208,8 +196,8 @@ def test_what_the_hub_lacks_is_one_line(hub: Path, tmp_path: Path, source: str, 
     assert "\n" not in str(refusal.value)
 
 
-def test_without_a_network_the_line_says_how_to_do_it_by_hand(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    use("http://127.0.0.1:9", monkeypatch)
+def test_without_a_network_the_line_says_how_to_do_it_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ask_here(monkeypatch, NOBODY, tmp_path / "cache")
     advice = "or run `hf download me/gpt2 --local-dir DIR` where there is a network, and give model.source=DIR"
     with pytest.raises(UserError, match=r"model\.source=me/gpt2: .* did not answer") as refusal:
         local_source("me/gpt2")

@@ -46,8 +46,7 @@ class OfMessages(ABC):
         num_blocks: rows of an epoch.
         longest: positions of the longest sample.
 
-    Raises:
-        UserError: a row cannot be read or rendered, or nothing is left to train on.
+    Raises UserError if a row cannot be read or rendered, or nothing is left to train on.
     """
 
     reads_hub = True

@@ -60,8 +60,7 @@ class Columns:
         given: {name of COLUMNS or of `more`: column of the rows, or None to leave that column alone}.
         more: names that a dataset adds to COLUMNS.
 
-    Raises:
-        UserError: a name is unknown.
+    Raises UserError if a name is unknown.
     """
 
     def __init__(self, given: Mapping[str, str | None] | None = None, more: tuple[str, ...] = ()):

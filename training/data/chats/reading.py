@@ -29,8 +29,7 @@ def read_files(patterns: str | Sequence[str] | None, key: str = "dataset.files")
 
     A .jsonl file has an object a line, a .json file that or a list of objects, or one object.
 
-    Raises:
-        UserError: a file is missing, cannot be read, or does not have the format of its extension.
+    Raises UserError if a file is missing, cannot be read, or does not have the format of its extension.
     """
     files = find_files(patterns, key, EXTENSIONS)
     return read_each(files, key, lambda file: _named(f"{file}", READERS[file.suffix.lower()](file)))

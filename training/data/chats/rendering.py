@@ -52,9 +52,8 @@ class Renderer:
     Args:
         template: a file with a template of Jinja; None for the tokenizer's own.
 
-    Raises:
-        UserError: there is no template, or `train_on` is unknown. Later, a conversation cannot be rendered, or what is
-            trained on cannot be found.
+    Raises UserError if there is no template, or `train_on` is unknown; later if a conversation cannot be rendered, or
+    what is trained on cannot be found.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | Path | None = None, train_on: str = "assistant"):

@@ -36,8 +36,7 @@ Beside = TypeVar("Beside")
 class Template:
     """The template of `file`, or that of the tokenizer; the tokenizer of bytes has PLAIN.
 
-    Raises:
-        UserError: there is no template, or the file cannot be read.
+    Raises UserError if there is no template, or the file cannot be read.
     """
 
     def __init__(self, tokenizer: Tokenizer, file: str | Path | None = None):
