@@ -16,7 +16,6 @@ class Outcome:
     """The cases of one part, and what was wrong with some.
 
     Attributes:
-        expected: what every case of the part must do, in a few words.
         planned: the cases that were to run.
         until: the time.monotonic() at which the part ends, with the cases that it has.
         kinds: how many cases were of each kind.
@@ -24,21 +23,18 @@ class Outcome:
     """
 
     part: str
-    expected: str
     planned: int
     until: float
     kinds: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     @property
     def cases(self) -> int:
         return self.kinds.total()
 
-    @property
-    def good(self) -> int:
-        """The cases that did what they must."""
-        return max(self.cases - len(self.wrong), 0)
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+        return f"{self.part}: {self.cases} of {self.planned} cases ({kinds}), {len(self.wrong)} wrong"
 
     def add(self, kind: str, case: str, problem: str | None) -> None:
         """Counts a case; `problem` is what was wrong with it."""
@@ -53,27 +49,3 @@ class Outcome:
             if time.monotonic() > self.until:
                 return
             yield case
-
-    def figures(self) -> dict:
-        """Returns the outcome as plain values."""
-        return {
-            "cases": self.cases,
-            "planned": self.planned,
-            "as_expected": self.good,
-            "expected": self.expected,
-            "kinds": dict(self.kinds),
-            "wrong": self.wrong,
-            "seconds": round(self.seconds, 1),
-        }
-
-
-def table(outcomes: Iterable[Outcome]) -> str:
-    """Returns the outcomes as a table in Markdown."""
-    lines = ["| fault | cases | as expected | expected | s |", "|---|---|---|---|---|"]
-    for outcome in outcomes:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in outcome.kinds.items())
-        count = f"{outcome.cases}" if outcome.cases == outcome.planned else f"{outcome.cases} of {outcome.planned}"
-        lines.append(
-            f"| {outcome.part} | {count} ({kinds}) | {outcome.good} | {outcome.expected} | {outcome.seconds:.0f} |"
-        )
-    return "\n".join(lines)

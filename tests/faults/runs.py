@@ -56,7 +56,7 @@ RUN = (
     "checkpoint.every=1",
     "resume=auto",
 )
-OPTIMIZERS = {"adamw": ("optimizer=adamw",), "host_adamw": ("optimizer=host_adamw")}
+OPTIMIZERS = {"adamw": ("optimizer=adamw",), "host_adamw": ("optimizer=host_adamw",)}
 RESIDENT = ("offload=none", "optimizer=adamw")
 # Longer than any of these runs takes on a busy machine.
 LIMIT_S = 120
