@@ -15,7 +15,7 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
 from offload.streams.stream_checker import CheckedEvent
 from tests.offload.helpers.kernels import FEW
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+from tests.offload.helpers.models import Stack, assert_same, attached
 from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, one_step, train, updating
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -214,33 +214,6 @@ def test_state_dicts_go_from_one_place_to_the_other():
         assert_same([p.detach() for p in share.parameters()], [p.detach() for p in host.parameters()])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_float32_weights_that_are_written_between_steps_are_the_truth(mode: str):
-    """Masters on the device follow weights that are loaded into the model or written in place."""
-    start = copy.deepcopy(made(Stack).state_dict())
-
-    def run(mode, overlaps: bool = True) -> list[torch.Tensor]:
-        model = made(Stack)
-        with attached(mode, model):
-            optimizer = host_adamw(model)
-            if overlaps:
-                mode.overlap(optimizer, early=False, device_share=10**9)
-            optimizer.allocate()
-            for step in range(4):
-                if step == 1:
-                    model.load_state_dict(start)
-                if step == 2:
-                    with torch.no_grad():
-                        model.blocks[0].up.weight.mul_(0.5)
-                one_step(model, mode, step)
-                optimizer.step()
-                optimizer.finish()
-                optimizer.zero_grad()
-            return [p.detach().clone() for p in model.parameters()]
-
-    assert_same(run(MODES[mode]()), run(Resident(), overlaps=False))
-
-
 def test_existing_states_move_between_steps():
     def run(moves: bool) -> list[torch.Tensor]:
         model, mode = made(Stack), LayerStream()
@@ -255,21 +228,6 @@ def test_existing_states_move_between_steps():
             return [p.detach().clone() for p in model.parameters()]
 
     assert_same(run(moves=True), run(moves=False))
-
-
-def test_evaluation_sees_the_updated_weights():
-    model, mode = made(Stack), LayerStream()
-    with updating(mode, model, early=False, device_share=10**9) as optimizer, torch.no_grad():
-        before = model(stack_inputs(0, 0))
-        with torch.enable_grad():
-            one_step(model, mode)
-        optimizer.step()
-        after = model(stack_inputs(0, 0))
-        weights = model.state_dict()
-    plain = made(Stack)
-    plain.load_state_dict(weights)
-    assert torch.equal(after, plain(stack_inputs(0, 0)))
-    assert not torch.equal(after, before)
 
 
 @EARLY
@@ -304,18 +262,6 @@ def test_a_second_optimizer_step_waits_for_the_updates_of_the_first(monkeypatch:
             optimizer.step()
     assert under_way
     assert waited[: len(under_way)] == under_way
-
-
-def test_a_second_overlap_waits_for_the_updates_of_the_first():
-    model, resident = made(Stack), made(Stack)
-    for each, mode in ((model, LayerStream(slots=2)), (resident, Resident())):
-        with updating(mode, each, early=False, device_share=10**9) as optimizer:
-            for step in range(2):
-                one_step(each, mode, step)
-                optimizer.step()
-                optimizer.zero_grad()
-                mode.overlap(optimizer, early=False, device_share=10**9)
-    assert_same(list(model.parameters()), list(resident.parameters()))
 
 
 def half_by_numpy(parameter: torch.Tensor) -> None:

@@ -15,12 +15,10 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.streams.stream_checker import CheckedSignal
 from offload.weights.gradients import offloader
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, tokens, with_copy
-from tests.offload.helpers.optimizers import SETTINGS
 from tests.offload.helpers.updates import (
     DTYPES,
     EARLY,
@@ -146,29 +144,6 @@ def test_a_step_before_the_last_one_has_ended_is_refused_where_its_updates_have_
             one_step(model, mode, step=4)
 
 
-@EARLY
-@pytest.mark.parametrize("device_share", [0, 10**9])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_parameter_of_no_group_is_left_alone(mode: str, device_share: int, early: bool):
-    def run(mode, model: nn.Module) -> list[torch.Tensor]:
-        strangers = [p for name, p in model.named_parameters() if "norm" in name]
-        others = [p for name, p in model.named_parameters() if "norm" not in name]
-        before = [p.detach().clone() for p in strangers]
-        with attached(mode, model):
-            optimizer = HostAdamW(others, threads=1, **SETTINGS)
-            mode.overlap(optimizer, early, device_share)
-            for step in range(3):
-                one_step(model, mode, step)
-                optimizer.step()
-                model.zero_grad()
-            optimizer.finish()
-            assert_same(before, [p.detach() for p in strangers])
-            return [p.detach().clone() for p in others]
-
-    ours, theirs = with_copy(made(Stack, torch.bfloat16))
-    assert_same(run(MODES[mode](), ours), run(Resident(), theirs))
-
-
 def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
     """In the second step a block is used twice, under a reentrant checkpoint: its gradient comes in two pieces."""
     model, mode = made(functools.partial(Stack, recompute="reentrant")), LayerStream(slots=2)
@@ -186,25 +161,6 @@ def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
             one_step(model, mode)
         gate.set()
     assert no_worker_lives()
-
-
-@EARLY
-@pytest.mark.slow
-def test_steps_of_changing_shape(early: bool, monkeypatch: pytest.MonkeyPatch):
-    """Units fetched ahead by the record of the step before are not always those that are used."""
-    sleepy(monkeypatch, 0.002)
-
-    def run(mode, model: nn.Module) -> list[torch.Tensor]:
-        with updating(mode, model, early) as optimizer:
-            for step, microbatches in enumerate((2, 1, 3, 1, 1, 2)):
-                one_step(model, mode, step, microbatches)
-                optimizer.step()
-                optimizer.zero_grad()
-            return [tensor.clone() for tensor in model.state_dict().values()]
-
-    for slots in (2, 3, 4):
-        ours, theirs = with_copy(made(Mixed))
-        assert_same(run(LayerStream(slots=slots, outside="stream"), ours), run(Resident(), theirs))
 
 
 def test_a_hook_on_a_gradient_comes_before_its_update(monkeypatch: pytest.MonkeyPatch):
@@ -244,26 +200,6 @@ def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monk
             optimizer.zero_grad()
     # The first step learns how gradients land. In a shard the hook runs in the recompute, which alone has gradients.
     assert updates_of_down == [0, 2, 3]
-
-
-def test_a_skipped_step_changes_no_weight_and_no_state():
-    def run(mode, model: nn.Module) -> list[torch.Tensor]:
-        with updating(mode, model, early=False) as optimizer:
-            for step in range(4):
-                before = [p.detach().clone() for p in model.parameters()]
-                one_step(model, mode, step, microbatches=2)
-                if step == 1:
-                    optimizer.skip()
-                    assert_same(before, [p.detach() for p in model.parameters()])
-                else:
-                    optimizer.step()
-                    optimizer.finish()
-                optimizer.zero_grad()
-            assert all(state["step"] == 3 for state in optimizer.state.values())
-            return [p.detach().clone() for p in model.parameters()]
-
-    ours, theirs = with_copy(made(Stack))
-    assert_same(run(LayerStream(slots=2), ours), run(Resident(), theirs))
 
 
 def test_another_overlap_takes_the_place_of_the_first():

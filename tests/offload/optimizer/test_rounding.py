@@ -12,7 +12,6 @@ from offload.optimizer.rounding import (
     dequantise,
     dynamic_map,
     join,
-    midpoints,
     noise_key,
     noise_of,
     noise_seed,
@@ -203,9 +202,3 @@ def test_what_is_not_finite_is_seen_in_its_block_and_no_other(signed: bool, bad:
     assert back[BLOCK : 2 * BLOCK].isnan().all()
     assert torch.equal(back[:BLOCK], values[:BLOCK])
     assert torch.equal(back[2 * BLOCK :], values[2 * BLOCK :])
-
-
-@SIGNS
-def test_midpoints_lie_between_the_entries(signed: bool):
-    table = dynamic_map(signed)
-    assert ((table[:-1] < midpoints(signed)) & (midpoints(signed) < table[1:])).all()

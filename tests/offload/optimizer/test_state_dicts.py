@@ -110,21 +110,6 @@ def test_states_go_to_torch_in_the_layout_of_their_parameter(fused: bool):
     near([theirs], [ours])
 
 
-def test_states_have_the_layout_of_torchs_adamw():
-    weights = parameters(torch.bfloat16)
-    train(host := HostAdamW(weights, **SETTINGS, threads=1), weights, range(1))
-    reference = parameters()
-    train(torchs := torch.optim.AdamW(reference, **SETTINGS), reference, range(1))
-    ours, theirs = host.state_dict(), torchs.state_dict()
-    assert ours["param_groups"] == theirs["param_groups"]
-    for index, expected in theirs["state"].items():
-        state = ours["state"][index]
-        assert set(state) == {*expected, "remainder"}
-        assert all(
-            state[name].shape == value.shape and state[name].dtype == value.dtype for name, value in expected.items()
-        )
-
-
 def test_unsupported_or_foreign_state_is_refused():
     weights = parameters()
     host = HostAdamW(weights, threads=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -119,6 +120,7 @@ def trained(
             "norms": norms,
             "begun": begun,
             "sums": mode.summed_parameters(),
+            "asked": getattr(sharers, "sums", 0),
         }
     finally:
         mode.detach()
@@ -148,21 +150,40 @@ def any_dtype(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Stack, "forward", lambda self, inputs: forward(self, inputs.to(next(self.parameters()).dtype)))
 
 
+def stack(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(depth=3).to(dtype)
+
+
+def two_slots() -> Mode:
+    return LayerStream(slots=2)
+
+
+def compared(
+    make: Callable[[], Mode], model: nn.Module, count: int = 2, hosts: int = 1, **options
+) -> tuple[dict, list[dict]]:
+    """Trains with one process and with sharers; fails where a loss, a weight or a state differs in a bit."""
+    total = count * hosts
+    alone = {key: options[key] for key in ("scale", "master", "state_dtype") if key in options}
+    one = trained(copy.deepcopy(model), make(), NO_SHARERS, total, **alone)
+    work = lambda sharers: trained(copy.deepcopy(model), make(), sharers, total, **options)  # noqa: E731
+    several = as_sharers(count, work, hosts)
+    # The losses of one process come by step, those of the sharers by sharer.
+    for number, sharer in enumerate(several):
+        expected = one["losses"][number:-1:total] + one["losses"][-1:]
+        assert len(sharer["losses"]) == len(expected)
+        assert all(map(torch.equal, sharer["losses"], expected)), number
+        for key in ("weights", "states"):
+            assert sharer[key].keys() == one[key].keys()
+            assert all(torch.equal(value, one[key][which]) for which, value in sharer[key].items()), (number, key)
+    return one, several
+
+
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(("name", "count", "dtype"), CASES, ids=str)
 def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: torch.dtype):
-    torch.manual_seed(0)
-    model = Stack(depth=3).to(dtype)
-    one = trained(copy.deepcopy(model), MODES[name](), NO_SHARERS, count)
-    several = as_sharers(count, lambda sharers: trained(copy.deepcopy(model), MODES[name](), sharers, count))
-    # The losses of one process come by step, those of the sharers by sharer.
-    for rank, sharer in enumerate(several):
-        expected = one["losses"][rank:-1:count] + one["losses"][-1:]
-        assert len(sharer["losses"]) == len(expected)
-        assert all(map(torch.equal, sharer["losses"], expected)), rank
-        for key in ("weights", "states"):
-            assert sharer[key].keys() == one[key].keys()
-            assert all(torch.equal(value, one[key][which]) for which, value in sharer[key].items()), (rank, key)
+    one, several = compared(MODES[name], stack(dtype), count)
+    for sharer in several:
         # All was summed in the step; of what streams there are norms, which are those of the sums.
         assert len(sharer["sums"]) == (0 if name == "none" else len(one["weights"]))
         assert all(map(same_norm, sharer["norms"].values(), one["norms"].values()))
@@ -172,38 +193,18 @@ def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: tor
 @pytest.mark.parametrize("early", [False, True])
 def test_sharers_of_two_hosts_compute_what_one_process_does(early: bool):
     """Each host has homes of its own; gradients are summed over all."""
-    torch.manual_seed(0)
-    model = Stack(depth=3).to(torch.bfloat16)
-    one = trained(copy.deepcopy(model), LayerStream(slots=2), NO_SHARERS, 4, scale=1.0)
-
-    def work(sharers: Sharers) -> dict:
-        return trained(copy.deepcopy(model), LayerStream(slots=2), sharers, 4, early=early, scale=1.0)
-
-    for number, sharer in enumerate(as_sharers(2, work, hosts=2)):
-        expected = one["losses"][number:-1:4] + one["losses"][-1:]
-        assert all(map(torch.equal, sharer["losses"], expected)), number
+    for sharer in compared(two_slots, stack(), hosts=2, early=early, scale=1.0)[1]:
         assert sharer["begun"] == [False, early, early]
         assert sharer["sums"]
-        assert same(sharer, one)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("device_share", [0, 3000])
 def test_sums_without_norms_are_made_in_slices(hosts: int, device_share: int, links: str):
-    torch.manual_seed(0)
-    model = Stack(depth=3).to(torch.bfloat16)
-    count = 2 * hosts
-    one = trained(copy.deepcopy(model), LayerStream(slots=2), NO_SHARERS, count, scale=1.0)
-
-    def work(sharers: ThreadSharers) -> dict:
-        options = {"early": True, "scale": 1.0, "device_share": device_share, "takes_norms": False}
-        found = trained(copy.deepcopy(model), LayerStream(slots=2), sharers, count, **options)
-        assert bool(sharers.sums) == (links == "collectives" or hosts > 1)
-        return found
-
-    for sharer in as_sharers(2, work, hosts):
+    options = {"early": True, "scale": 1.0, "device_share": device_share, "takes_norms": False}
+    for sharer in compared(two_slots, stack(), hosts=hosts, **options)[1]:
         assert sharer["sums"]
-        assert same(sharer, one)
+        assert bool(sharer["asked"]) == (links == "collectives" or hosts > 1)
 
 
 EARLY = [
@@ -217,18 +218,9 @@ EARLY = [
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(("name", "count", "dtype", "device_share"), EARLY, ids=str)
 def test_updates_inside_backward_are_those_after_it(name: str, count: int, dtype: torch.dtype, device_share: int):
-    torch.manual_seed(0)
-    model = Stack(depth=3).to(dtype)
-    one = trained(copy.deepcopy(model), MODES[name](), NO_SHARERS, count, scale=1.0)
-
-    def work(sharers: Sharers) -> dict:
-        mode = MODES[name]()
-        return trained(copy.deepcopy(model), mode, sharers, count, early=True, device_share=device_share, scale=1.0)
-
-    for sharer in as_sharers(count, work):
+    for sharer in compared(MODES[name], stack(dtype), count, early=True, device_share=device_share, scale=1.0)[1]:
         # In the first step it is not known yet whether gradients are final.
         assert sharer["begun"] == [False, True, True]
-        assert same(sharer, one)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -237,33 +229,20 @@ def test_nobody_copies_what_a_slow_sharer_still_updates(name: str, early: bool, 
     apply, slow = HostAdamW.apply, []
 
     def late_apply(self: HostAdamW, claims: list, scale: float = 1.0) -> None:
-        if self in slow and threading.current_thread().name == WORKER:
-            time.sleep(0.02)
+        if self.states._shared is not None and threading.current_thread().name == WORKER:
+            slow.append(self)
+            time.sleep(0.02 * (self is slow[0]))
         apply(self, claims, scale)
 
-    torch.manual_seed(0)
-    model = Stack(depth=3).to(torch.bfloat16)
-    one = trained(copy.deepcopy(model), MODES[name](), NO_SHARERS, 2, scale=1.0)
     monkeypatch.setattr(HostAdamW, "apply", late_apply)
-
-    def work(sharers: Sharers) -> dict:
-        mode = MODES[name]()
-        if sharers.rank:
-            overlap = mode.overlap
-            monkeypatch.setattr(mode, "overlap", lambda it, *more: (slow.append(it), overlap(it, *more)))
-        return trained(copy.deepcopy(model), mode, sharers, 2, early=early, scale=1.0)
-
-    for rank, sharer in enumerate(as_sharers(2, work)):
-        assert slow
-        assert all(map(torch.equal, sharer["losses"], one["losses"][rank:-1:2] + one["losses"][-1:])), rank
-        assert same(sharer, one)
+    compared(MODES[name], stack(), early=early, scale=1.0)
+    assert len(set(slow)) == 2
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_forward_after_backward_reads_what_others_have_updated(early: bool):
     """Units are then fetched again in the step in which their gradients are summed, or with the exchange that sums."""
-    torch.manual_seed(0)
-    model = Stack(depth=3).to(torch.bfloat16)
+    model = stack()
 
     def work(sharers: Sharers) -> list[torch.Tensor]:
         own, mode, found = copy.deepcopy(model), LayerStream(slots=2), []
@@ -301,16 +280,8 @@ MODELS = {
 def test_recompute_and_adapters_of_sharers_are_those_of_one_process(kind: str):
     torch.manual_seed(0)
     model = MODELS[kind]().to(torch.bfloat16)
-    one = trained(copy.deepcopy(model), LayerStream(slots=2), NO_SHARERS, 2, scale=1.0)
-
-    def work(sharers: Sharers) -> dict:
-        mode = LayerStream(slots=2)
-        return trained(copy.deepcopy(model), mode, sharers, 2, early=True, device_share=4000, scale=1.0)
-
-    for rank, sharer in enumerate(as_sharers(2, work)):
-        assert all(map(torch.equal, sharer["losses"], one["losses"][rank:-1:2] + one["losses"][-1:]))
+    for sharer in compared(two_slots, model, early=True, device_share=4000, scale=1.0)[1]:
         assert sharer["sums"]
-        assert same(sharer, one)
 
 
 FORMATS = [{}, {"master": "stochastic", "state_dtype": "bf16"}, {"state_dtype": "int8"}]
@@ -320,24 +291,7 @@ FORMATS = [{}, {"master": "stochastic", "state_dtype": "bf16"}, {"state_dtype": 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_states_on_the_device_or_in_8_bits_are_those_of_one_process(format: dict[str, str], device_share: int):
     """The states of some units, of all, or of none are on the devices."""
-    torch.manual_seed(0)
-    model = Stack(depth=3).to(torch.bfloat16)
-    one = trained(copy.deepcopy(model), LayerStream(slots=2), NO_SHARERS, 2, **format)
-
-    def work(sharers: Sharers) -> dict:
-        mode = LayerStream(slots=2)
-        return trained(copy.deepcopy(model), mode, sharers, 2, device_share=device_share, **format)
-
-    for sharer in as_sharers(2, work):
-        assert same(sharer, one)
-
-
-def same(sharer: dict, one: dict) -> bool:
-    return all(
-        sharer[key].keys() == one[key].keys()
-        and all(torch.equal(value, one[key][which]) for which, value in sharer[key].items())
-        for key in ("weights", "states")
-    )
+    compared(two_slots, stack(), device_share=device_share, **format)
 
 
 def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
@@ -392,3 +346,30 @@ def test_all_see_one_memory_with_the_weights_and_the_sums_of_their_gradients():
         mode.detach()
 
     as_sharers(2, work)
+
+
+DIFFERENT = {
+    "other weights": r"(0|1) has come to the fetch of blocks\.\d for its use, rank (0|1) to the fetch of blocks\.\d: ",
+    "fewer forwards": r"(0|1) has come to .*the end of a step",
+    "between hosts": r"[0-3] has come to the (use of blocks.2 in backward|end of a step), rank [0-3] to the ",
+}
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize("how", DIFFERENT)
+def test_forwards_that_differ_are_an_error_that_names_ranks(how: str):
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=3), LayerStream(slots=1)
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        with mode.step(), torch.set_grad_enabled(how == "between hosts"):
+            if how == "other weights":
+                for block in list(model.blocks)[sharers.rank :]:
+                    block(torch.ones(5, 16))
+            elif how == "fewer forwards":
+                for _ in range(1 + sharers.rank):
+                    model(stack_inputs(0, 0))
+            else:
+                mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()] * (1 if sharers.first else 2))
+
+    with pytest.raises(RuntimeError, match=f"^rank {DIFFERENT[how]}"):
+        as_sharers(2, work, hosts=1 + (how == "between hosts"))
