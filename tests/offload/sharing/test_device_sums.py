@@ -44,6 +44,18 @@ class Net(nn.Module):
         return self.branches[branch](hidden)
 
 
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def attached(model: nn.Module, sharers: ThreadSharers, **knobs) -> tuple[nn.Module, LayerStream]:
+    """Returns a copy of the model, and the mode that it is attached to."""
+    mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2, **knobs)
+    attached = mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+    return mine, mode
+
+
 def given(step: int, number: int) -> Tensor:
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + number))
 
@@ -65,8 +77,7 @@ def steps_of(
 ) -> list[tuple[dict[str, Tensor | None], set[str]]]:
     """Runs steps; returns for each the gradients, summed by the caller where needed, and the names of those that the
     mode has summed, of what stays on the device."""
-    model, mode, found = copy.deepcopy(model), LayerStream(layers="layers", slots=2, **knobs), []
-    mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+    (model, mode), found = attached(model, sharers, **knobs), []
     stays = {name: p for name, p in model.named_parameters() if p not in mode.shared_parameters()}
     for step in range(STEPS):
         with mode.step():
@@ -143,15 +154,13 @@ EVERY_WAY = pytest.mark.usefixtures("links", "sums_alone")
 @EVERY_WAY
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gradients_are_summed_inside_backward_from_the_second_step_on(microbatches):
-    torch.manual_seed(0)
-    summed = check(Net(), lambda step, number: {}, microbatches)
+    summed = check(net(), lambda step, number: {}, microbatches)
     assert summed == [set(), ALL, ALL]
 
 
 @EVERY_WAY
 def test_units_that_stay_resident_are_summed_inside_backward():
-    torch.manual_seed(0)
-    summed = check(Net(), lambda step, number: {}, resident=2)
+    summed = check(net(), lambda step, number: {}, resident=2)
     assert summed[1] > ALL
     assert len(summed[1]) == len(ALL) + 4
 
@@ -164,8 +173,7 @@ def test_where_no_gradient_goes_home_sums_have_room_of_their_own(
     asked = []
     ask = ThreadSharers.sum
     monkeypatch.setattr(ThreadSharers, "sum", lambda self, *arguments: (asked.append(self), ask(self, *arguments)))
-    torch.manual_seed(0)
-    model = Net()
+    model = net()
     model.layers.requires_grad_(not frozen)
     summed = check(model, lambda step, number: {}, resident=0 if frozen else 4)
     assert len(summed[1]) == len(summed[2]) == len(ALL) + (0 if frozen else 8)
@@ -179,8 +187,7 @@ def test_sums_do_not_pile_up_where_few_units_stream(monkeypatch: pytest.MonkeyPa
     sum_bucket, end = DeviceSums._sum, GatherFiller.end_uses
     monkeypatch.setattr(DeviceSums, "_sum", lambda sums, bucket: (summed.append(sums), sum_bucket(sums, bucket)))
     monkeypatch.setattr(GatherFiller, "end_uses", lambda filler: (at_end.append(len(summed)), end(filler)))
-    torch.manual_seed(0)
-    model = Net()
+    model = net()
     model.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
     check(model, lambda step, number: {}, resident=7)
     # Of each of two sharers and two steps: seven blocks, and ALL.
@@ -214,19 +221,16 @@ def ask_unevenly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sharers_may_ask_for_sums_alone_at_other_points(monkeypatch: pytest.MonkeyPatch, resident: int):
     """The exchanges that these meet are repeated."""
     ask_unevenly(monkeypatch)
-    torch.manual_seed(0)
-    check(Net(), lambda step, number: {}, resident=resident)
+    check(net(), lambda step, number: {}, resident=resident)
 
 
 @pytest.mark.parametrize("device_share", [0, 10**9])
 def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, device_share: int):
     """A fetch that meets them is asked for anew: the update of its unit may have begun."""
-    torch.manual_seed(0)
-    model = Net()
+    model = net()
 
     def work(sharers: ThreadSharers) -> list[Tensor]:
-        mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
-        mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+        mine, mode = attached(model, sharers)
         optimizer = HostAdamW(mine.parameters(), lr=0.1, threads=1)
         mode.divide(optimizer)
         mode.overlap(optimizer, early=True, device_share=device_share)
@@ -254,36 +258,27 @@ def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, device
         assert not torch.equal(found[0], model.stem.weight)
 
 
+LEFT: dict[str, tuple[Callable[[int, int], dict], str]] = {
+    "a sharer lacks it": (lambda step, number: {"branch": number}, "branches"),
+    # One sharer has another branch than in the step before, and does not trust the first in the step after.
+    "another branch once": (lambda step, number: {"branch": number if step == 1 else 0}, "branches"),
+    "it lands in pieces": (lambda step, number: {"reentrant": True}, "twice"),
+}
+
+
 @EVERY_WAY
-def test_a_bucket_that_a_sharer_lacks_is_left_to_the_caller():
-    torch.manual_seed(0)
-    summed = check(Net(), lambda step, number: {"branch": number})
-    assert summed[2] == {name for name in ALL if not name.startswith("branches")}
-
-
-def test_another_branch_than_in_the_step_before_is_left_to_the_caller():
-    torch.manual_seed(0)
-    summed = check(Net(), lambda step, number: {"branch": number if step == 1 else 0})
-    assert "branches.0.weight" not in summed[1]
-    # One sharer had another branch in the step before, and does not trust this one yet.
-    assert "branches.0.weight" not in summed[2]
-
-
-def test_a_gradient_that_lands_in_pieces_is_left_to_the_caller():
-    torch.manual_seed(0)
-    summed = check(Net(), lambda step, number: {"reentrant": True})
-    assert "twice.weight" not in summed[2]
-    assert "branches.0.weight" in summed[2]
+@pytest.mark.parametrize("why", LEFT)
+def test_a_bucket_is_left_to_the_caller_where(why: str):
+    options_of, layer = LEFT[why]
+    assert check(net(), options_of)[1:] == [{name for name in ALL if not name.startswith(layer)}] * 2
 
 
 def test_a_piece_that_comes_after_the_sum_is_an_error():
     """The step before had shown one piece; the second piece comes when an exchange has summed the first."""
-    torch.manual_seed(0)
-    model = Net()
+    model = net()
 
     def work(sharers: ThreadSharers) -> None:
-        mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
-        mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+        mine, mode = attached(model, sharers)
 
         def loss(uses: int) -> Tensor:
             hidden = given(0, sharers.number)
@@ -339,12 +334,10 @@ def test_an_error_in_a_sum_is_the_one_that_the_step_raises(monkeypatch: pytest.M
     def lost(*arguments, **options) -> None:
         raise RuntimeError("rank 1 has ended")
 
-    torch.manual_seed(0)
-    model = Net()
+    model = net()
 
     def work(sharers: ThreadSharers) -> None:
-        mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
-        mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+        mine, mode = attached(model, sharers)
         with mode.step():
             mode.accumulate(losses_of(mine, 0, sharers.number, 1))
         mine.zero_grad()
@@ -357,16 +350,10 @@ def test_an_error_in_a_sum_is_the_one_that_the_step_raises(monkeypatch: pytest.M
 
 
 def test_a_parameter_that_is_frozen_later_holds_up_nothing_else():
-    torch.manual_seed(0)
-
-    def options_of(step: int, number: int) -> dict:
-        return {}
-
-    model = Net()
+    model = net()
 
     def work(sharers: ThreadSharers) -> set[str]:
-        mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
-        mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+        mine, mode = attached(model, sharers)
         for step in range(3):
             mine.branches[0].weight.requires_grad_(step == 0)
             with mode.step():

@@ -83,18 +83,18 @@ def trained(
     `early`: updates may begin inside backward; then `scale` is 1.
     """
     streams = CheckedStreams(torch.device("cpu"))
-    mode.attach(model, streams, sharers)
+    attached = mode.attach(model, streams, sharers)
     try:
         optimizer = HostAdamW(model.parameters(), lr=0.05, threads=1, **format)
         mode.divide(optimizer)
-        mode.overlap(optimizer, early, device_share)
+        attached.overlap(optimizer, early, device_share)
         optimizer.allocate()
         losses, begun = [], []
         for step in range(STEPS):
             own = [sharers.first + sharers.rank] if sharers.count > 1 else range(count)
-            with mode.step(norms=takes_norms):
-                losses += mode.accumulate([partial(loss_of, model, step, number) for number in own])
-            norms = {name: mode.gradient_norms().get(p) for name, p in model.named_parameters()}
+            with attached.step(norms=takes_norms):
+                losses += attached.accumulate([partial(loss_of, model, step, number) for number in own])
+            norms = {name: attached.gradient_norms().get(p) for name, p in model.named_parameters()}
             if sharers.count > 1:
                 sum_rest(model, mode, sharers)
             begun.append(optimizer.has_begun)
@@ -103,7 +103,7 @@ def trained(
         optimizer.finish()
         optimizer.states.bring_home()
         meet(sharers, "test")
-        with mode.inference():
+        with attached.inference():
             losses.append(loss_of(model, STEPS, 0))
         states = {
             f"{name}.{key}": value.clone()
@@ -119,11 +119,11 @@ def trained(
             "states": states,
             "norms": norms,
             "begun": begun,
-            "sums": mode.summed_parameters(),
+            "sums": attached.summed_parameters(),
             "asked": getattr(sharers, "sums", 0),
         }
     finally:
-        mode.detach()
+        attached.detach()
 
 
 MODES = {
@@ -246,14 +246,14 @@ def test_a_forward_after_backward_reads_what_others_have_updated(early: bool):
 
     def work(sharers: Sharers) -> list[torch.Tensor]:
         own, mode, found = copy.deepcopy(model), LayerStream(slots=2), []
-        mode.attach(own, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(own, CheckedStreams(torch.device("cpu")), sharers)
         optimizer = HostAdamW(own.parameters(), lr=0.05, threads=1)
         mode.divide(optimizer)
-        mode.overlap(optimizer, early)
+        attached.overlap(optimizer, early)
         optimizer.allocate()
         for step in range(STEPS):
-            with mode.step():
-                mode.accumulate([partial(loss_of, own, step, sharers.rank)])
+            with attached.step():
+                attached.accumulate([partial(loss_of, own, step, sharers.rank)])
                 with torch.no_grad():
                     found += [own.blocks[number](torch.ones(5, 16, dtype=torch.bfloat16)) for number in (0, 1, 2)]
             if sharers.count > 1:
@@ -262,7 +262,7 @@ def test_a_forward_after_backward_reads_what_others_have_updated(early: bool):
             optimizer.zero_grad()
         optimizer.finish()
         meet(sharers, "test")
-        mode.detach()
+        attached.detach()
         return found
 
     first, second = as_sharers(2, work)
@@ -297,18 +297,18 @@ def test_states_on_the_device_or_in_8_bits_are_those_of_one_process(format: dict
 def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
     def work(sharers: Sharers) -> tuple[int, int, int, int]:
         model, mode, gathered = Stack(width=64, depth=4), LayerStream(slots=2), []
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
         if sharers.count > 1:
-            links = mode._streamer.filler._links
+            links = attached._streamer.filler._links
             gather, links.gather = links.gather, lambda *given: (gathered.append(given), gather(*given))
-        with mode.step():
+        with attached.step():
             model(stack_inputs(0, 0)).sum().backward()
-        in_step = mode.counters().h2d_bytes
+        in_step = attached.counters().h2d_bytes
         gathers = len(gathered)
-        with mode.inference():
+        with attached.inference():
             model(stack_inputs(0, 0))
-        outside = mode.counters().h2d_bytes - in_step
-        mode.detach()
+        outside = attached.counters().h2d_bytes - in_step
+        attached.detach()
         return in_step, outside, gathers, len(gathered)
 
     whole, outside, _, _ = work(NO_SHARERS)
@@ -333,9 +333,9 @@ def test_what_cannot_be_shared_is_refused_before_memory_is_made():
 def test_all_see_one_memory_with_the_weights_and_the_sums_of_their_gradients():
     def work(sharers: ThreadSharers) -> None:
         model, mode = Stack(depth=2), LayerStream()
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
-        filler = mode._streamer.filler
-        assert filler.slot_bytes == max(slices_of(unit, 2).padded_bytes for unit in mode._streamer.cut.units)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        filler = attached._streamer.filler
+        assert filler.slot_bytes == max(slices_of(unit, 2).padded_bytes for unit in attached._streamer.cut.units)
         shared = [t for home in filler._sum_homes.values() for u, g in home.gradients.items() for t in (u.host.data, g)]
         for number, tensor in enumerate(shared):
             if number % 2 == sharers.rank:
@@ -343,7 +343,7 @@ def test_all_see_one_memory_with_the_weights_and_the_sums_of_their_gradients():
         sharers.laid_down(None)
         assert [tensor.unique().tolist() for tensor in shared] == [[number] for number in range(len(shared))]
         sharers.laid_down(None)
-        mode.detach()
+        attached.detach()
 
     as_sharers(2, work)
 
@@ -360,8 +360,8 @@ DIFFERENT = {
 def test_forwards_that_differ_are_an_error_that_names_ranks(how: str):
     def work(sharers: ThreadSharers) -> None:
         model, mode = Stack(depth=3), LayerStream(slots=1)
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
-        with mode.step(), torch.set_grad_enabled(how == "between hosts"):
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        with attached.step(), torch.set_grad_enabled(how == "between hosts"):
             if how == "other weights":
                 for block in list(model.blocks)[sharers.rank :]:
                     block(torch.ones(5, 16))
@@ -369,7 +369,7 @@ def test_forwards_that_differ_are_an_error_that_names_ranks(how: str):
                 for _ in range(1 + sharers.rank):
                     model(stack_inputs(0, 0))
             else:
-                mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()] * (1 if sharers.first else 2))
+                attached.accumulate([lambda: model(stack_inputs(0, 0)).sum()] * (1 if sharers.first else 2))
 
     with pytest.raises(RuntimeError, match=f"^rank {DIFFERENT[how]}"):
         as_sharers(2, work, hosts=1 + (how == "between hosts"))

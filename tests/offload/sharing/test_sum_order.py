@@ -96,12 +96,12 @@ def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, residen
 
         sharers.exchange, at_sums[sharers] = busy_exchange, at_sum
         model, mode = copy.deepcopy(first), LayerStream(slots=2, resident=resident)
-        mode.attach(model, streams, sharers)
+        attached = mode.attach(model, streams, sharers)
         optimizer = None
         if device_share is not None:
             optimizer = HostAdamW(model.parameters(), threads=1)
             mode.divide(optimizer)
-            mode.overlap(optimizer, early=True, device_share=device_share)
+            attached.overlap(optimizer, early=True, device_share=device_share)
             optimizer.allocate()
         run(sharers, mode, model, optimizer)
         return waited
@@ -126,8 +126,8 @@ def test_a_sum_waits_for_hooks_behind_the_last_of_its_gradients(monkeypatch: pyt
 
     def work(sharers: ThreadSharers) -> None:
         model, streams, mode = copy.deepcopy(first), CheckedStreams(torch.device("cpu")), LayerStream(slots=2)
-        mode.attach(model, streams, sharers)
-        stays = [parameter for parameter in model.parameters() if parameter not in mode.shared_parameters()]
+        attached = mode.attach(model, streams, sharers)
+        stays = [parameter for parameter in model.parameters() if parameter not in attached.shared_parameters()]
         nodes = [gradient_accumulator(parameter) for parameter in stays]
         for parameter, node in zip(stays, nodes, strict=True):
             marks[parameter] = streams, Mark()
@@ -153,7 +153,7 @@ def test_a_sum_waits_for_each_stream_on_which_its_gradients_were_made(monkeypatc
 
     def work(sharers: ThreadSharers) -> None:
         model, mode = copy.deepcopy(first), LayerStream(slots=2)
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
         run(sharers, mode, model)
 
     as_sharers(2, work)

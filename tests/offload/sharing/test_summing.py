@@ -65,15 +65,15 @@ def test_a_gradient_that_a_sharer_lacks_keeps_its_unit_from_the_sum():
     def work(sharers: ThreadSharers) -> dict[str, tuple[bool, torch.Tensor | None]]:
         model, mode = Router(WAITING_UNITS + 2), LayerStream(layers="layers", slots=2)
         model.load_state_dict(state)
-        mode.attach(model, streams(), sharers)
+        attached = mode.attach(model, streams(), sharers)
         updates = Landed()
-        mode._streamer.use_updates(updates)
-        with mode.step():
-            mode.accumulate([lambda: model(torch.ones(2, 4), sharers.rank).sum()])
-        assert not mode.summed_parameters()
+        attached._streamer.use_updates(updates)
+        with attached.step():
+            attached.accumulate([lambda: model(torch.ones(2, 4), sharers.rank).sum()])
+        assert not attached.summed_parameters()
         # An update would use the gradient of this sharer alone.
         assert updates.units == []
-        mode.detach()
+        attached.detach()
         return {name: p.grad for name, p in model.named_parameters()}
 
     for rank, found in enumerate(as_sharers(2, work)):
@@ -93,19 +93,19 @@ def test_gradients_of_several_microbatches_are_the_sharer_s_own():
 
     def work(sharers: ThreadSharers) -> bool:
         model, alone, mode = copy.deepcopy(first), copy.deepcopy(first), LayerStream(slots=2)
-        mode.attach(model, streams(), sharers)
+        attached = mode.attach(model, streams(), sharers)
 
         def loss_of(model: nn.Module, microbatch: int) -> torch.Tensor:
             return model(stack_inputs(sharers.rank, microbatch)).square().mean()
 
-        with mode.step(norms=True):
-            mode.accumulate([partial(loss_of, model, microbatch) for microbatch in range(2)])
+        with attached.step(norms=True):
+            attached.accumulate([partial(loss_of, model, microbatch) for microbatch in range(2)])
         for microbatch in range(2):
             loss_of(alone, microbatch).backward()
-        assert not mode.summed_parameters()
+        assert not attached.summed_parameters()
         # They are not norms of sums.
-        assert not mode.gradient_norms()
-        mode.detach()
+        assert not attached.gradient_norms()
+        attached.detach()
         return all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
 
     assert as_sharers(2, work) == [True, True]
@@ -116,15 +116,15 @@ def test_every_sharer_sees_the_whole_sums_after_the_step():
 
     def work(sharers: ThreadSharers) -> list[torch.Tensor]:
         model, mode = copy.deepcopy(alone), LayerStream(slots=2)
-        mode.attach(model, streams(), sharers)
-        with mode.step():
-            mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
+        attached = mode.attach(model, streams(), sharers)
+        with attached.step():
+            attached.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
         sharers.laid_down(None)
-        assert mode.summed_parameters()
+        assert attached.summed_parameters()
         found = [parameter.grad.clone() for parameter in model.blocks.parameters()]
         # Others still read what is unmapped with the last of its users.
         sharers.laid_down(None)
-        mode.detach()
+        attached.detach()
         return found
 
     everyone = as_sharers(2, work)
@@ -172,7 +172,7 @@ def test_gradients_that_would_not_be_summed_are_an_error(misuse: Callable, messa
     def work(sharers: ThreadSharers) -> None:
         model, mode = Stack(depth=3), LayerStream(slots=2)
         model.blocks[2].requires_grad_(misuse is not thaw)
-        mode.attach(model, streams(), sharers)
+        attached = mode.attach(model, streams(), sharers)
         misuse(model, mode, lambda: model(stack_inputs(0, sharers.rank)).square().mean())
 
     with pytest.raises(RuntimeError, match=f"^{message}"):
