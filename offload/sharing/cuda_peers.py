@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 
 import offload.sharing.cuda_driver as cuda_driver
 from offload.memory.host_memory import lock_pages, unlock_pages
-from offload.sharing.remote_memory import Numbers, Part, has_come
-from offload.sharing.sharers import LOOK_EVERY_S, Processes, SharerLostError, Sharers, exchange_bytes
+from offload.sharing.remote_memory import Part, Peers, has_come
+from offload.sharing.sharers import LOOK_EVERY_S, SharerLostError, Sharers, exchange_bytes
 from offload.streams.registry import Streams
 from offload.torch_private import torch_internals
 from offload.torch_private.tensor_parts import is_as_stored
@@ -34,25 +34,21 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 OFFSET_BYTES = 8
 
 
-class CudaPeers:
-    """`Peers` of processes that have a GPU each. A sharer that ends, or hangs, lets the streams of the others go.
+class CudaPeers(Peers):
+    """Those of processes that have a GPU each. A sharer that ends, or hangs, lets the streams of the others go.
 
     `agreed` is called with what keeps this process from it, if anything, and raises where any sharer has a problem.
     """
 
     def __init__(self, sharers: Sharers, streams: Streams, agreed: Callable[[str | None], None]):
-        self._sharers, self._device = sharers, streams.device
-        self._others = [rank for rank in range(sharers.count) if rank != sharers.rank]
-        self._processes = Processes(sharers)
-        self._numbers = Numbers(sharers)
-        self._number = 0
+        super().__init__(sharers)
+        self._device = streams.device
         self._is_let_go = False
         self._lost: SharerLostError | None = None
         # Without memory that the allocator has already: it may lie in segments that no other process opens.
         with torch.cuda.device(self._device):
             self._pool = torch.cuda.MemPool()
         self._opened: dict[tuple[int, bytes], int] = {}
-        self._regions: list[list[int]] = []
         problem = lock_pages(self._numbers.address, self._numbers.nbytes, self._device)
         self._is_locked = problem is None
         self._closed = threading.Event()
@@ -120,7 +116,7 @@ class CudaPeers:
 
     def close(self) -> None:
         self._closed.set()
-        self._regions.clear()
+        super().close()
         with torch.cuda.device(self._device):
             for base in self._opened.values():
                 with suppress(cuda_driver.DriverError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -27,42 +27,6 @@ class Part(NamedTuple):
     rank: int
     region: int
     start: int
-
-
-class Peers(Protocol):
-    """The device memory of all sharers of a host, from the side of one."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Returns device memory (uint8) that the others reach: the next region. Every sharer calls it, and waits."""
-        ...
-
-    def read(self, parts: Sequence[Part]) -> None:
-        """Copies parts of the others' memory, on the current stream."""
-        ...
-
-    def write(self, parts: Sequence[Part]) -> None:
-        """Copies parts to the others' memory, on the current stream."""
-        ...
-
-    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copies tensors of this device, on the current stream."""
-        ...
-
-    def meet(self) -> None:
-        """Makes the later work of the current stream wait until those of all sharers have come to the same call.
-
-        On the CPU it blocks the host. Raises SharerLostError for a sharer that is known to have ended or to hang, and
-        RuntimeError after `let_go`.
-        """
-        ...
-
-    def let_go(self) -> None:
-        """Ends the waits of this process's stream, because a sharer is lost. What it computes from then on is wrong."""
-        ...
-
-    def close(self) -> None:
-        """Gives the memory of the others back. The device is idle."""
-        ...
 
 
 class Numbers:
@@ -94,8 +58,8 @@ def has_come(number: int, wanted: int) -> bool:
     return (number - wanted) % 2**32 < 2**31
 
 
-class HostPeers:
-    """`Peers` of processes whose device is the CPU."""
+class Peers:
+    """The device memory of all sharers of a host, from the side of one. Every sharer makes one, and waits."""
 
     def __init__(self, sharers: Sharers):
         self._sharers = sharers
@@ -103,7 +67,43 @@ class HostPeers:
         self._processes = Processes(sharers)
         self._numbers = Numbers(sharers)
         self._number = 0
-        self._regions: list[list[torch.Tensor]] = []
+        # Of each region, that of each sharer: a tensor, or its address.
+        self._regions: list[list] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Returns device memory (uint8) that the others reach: the next region. Every sharer calls it, and waits."""
+        raise NotImplementedError
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Copies parts of the others' memory, on the current stream."""
+        raise NotImplementedError
+
+    def write(self, parts: Sequence[Part]) -> None:
+        """Copies parts to the others' memory, on the current stream."""
+        raise NotImplementedError
+
+    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copies tensors of this device, on the current stream."""
+        raise NotImplementedError
+
+    def meet(self) -> None:
+        """Makes the later work of the current stream wait until those of all sharers have come to the same call.
+
+        On the CPU it blocks the host. Raises SharerLostError for a sharer that is known to have ended or to hang, and
+        RuntimeError after `let_go`.
+        """
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """Ends the waits of this process's stream, because a sharer is lost. What it computes from then on is wrong."""
+
+    def close(self) -> None:
+        """Gives the memory of the others back. The device is idle."""
+        self._regions.clear()
+
+
+class HostPeers(Peers):
+    """Those of processes whose device is the CPU."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         count = self._sharers.count
@@ -132,12 +132,6 @@ class HostPeers:
         began = time.monotonic()
         for rank in self._others:
             self._processes.awaited(rank, self._arrival(rank), began, self._sharers.limit_s)
-
-    def let_go(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._regions.clear()
 
     def _theirs(self, part: Part) -> torch.Tensor:
         return self._regions[part.region][part.rank][part.start : part.start + part.own.nbytes]
