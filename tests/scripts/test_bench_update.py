@@ -37,16 +37,6 @@ def test_prints_a_rate_for_each_format_kernel_and_number_of_threads():
     assert run.stderr == ""
 
 
-@pytest.mark.slow
-def test_torchs_kernel_is_left_out():
-    if native_library(StateFormat()) is None:
-        pytest.skip("no C compiler")
-    command = [sys.executable, str(SCRIPT), "--threads", "1", "--parameters", "100000", "--repeats", "1"]
-    command.append("--native-only")
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert set(re.findall(r"threads +(\w+)", run.stdout)) == {"native", "with", "undone", "copy"}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_prints_a_rate_for_each_kernel_of_a_gpu():

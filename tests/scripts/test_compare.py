@@ -91,22 +91,3 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path):
     process = python("scripts/compare.py", tmp_path / "runs", "--out", tmp_path / "file")
     assert process.returncode == 1
     assert process.stderr == f"error: {tmp_path}/file: File exists; choose another place with --out DIR\n"
-
-
-@pytest.mark.parametrize("stdout", ["closed", "full", "nobody reads"])
-def test_the_files_are_there_where_the_table_cannot_be_printed(tmp_path: Path, stdout: str):
-    RunWriter(tmp_path / "runs")()
-    command = f"{sys.executable} scripts/compare.py {tmp_path / 'runs'} --out {tmp_path / 'out'}"
-    lost = {"closed": f"{command} >&-", "full": f"{command} > /dev/full", "nobody reads": f"{command} | true"}[stdout]
-    process = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", lost], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert (process.returncode, process.stderr) == (0, "")
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {COMPARE_CSV_FILE, COMPARE_PAGE_FILE}
-
-
-def test_reading_the_usage_imports_nothing_heavy():
-    process = python("-X", "importtime", "scripts/compare.py", "--help")
-    assert process.returncode == 0
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in process.stderr.splitlines()}
-    assert not imported & {"torch", "wandb", "matplotlib", "numpy", "hydra", "pandas"}

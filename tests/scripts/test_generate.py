@@ -79,30 +79,6 @@ def test_a_mistake_is_one_line(
     assert shown.out == ""
 
 
-@pytest.mark.slow
-def test_a_run_without_a_checkpoint_an_unknown_path_and_a_damaged_one_are_refused(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for name in ("config.yaml", "choices.yaml"):
-        (tmp_path / name).write_bytes((run / name).read_bytes())
-    damaged = tmp_path / "checkpoints" / "step-00000004"
-    for path, problem in (
-        (tmp_path, "the run has no checkpoint: train with checkpoint.every=N"),
-        (tmp_path / "missing", "missing: no such directory: give the directory of a run, or one of its checkpoints"),
-        (damaged, "model.safetensors is not what was written"),
-    ):
-        if path == damaged:
-            damaged.mkdir(parents=True)
-            for file in (run / "checkpoints" / damaged.name).iterdir():
-                data = bytearray(file.read_bytes())
-                data[-1] ^= file.name == "model.safetensors"
-                (damaged / file.name).write_bytes(data)
-        assert called(monkeypatch, generate, path, "a") == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ")
-        assert problem in line
-
-
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that begins with the weights of a model that chats, which it does not change."""

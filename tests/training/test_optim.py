@@ -1,4 +1,3 @@
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -101,59 +100,3 @@ def test_the_version_of_an_updated_parameter_rises_and_of_no_other(dtype: torch.
     assert updated._version > versions[0]
     assert frozen._version == versions[1]
     assert frozen not in adamw.state
-
-
-def test_moments_are_float32_and_masters_only_where_needed() -> None:
-    single, half = (nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
-    adamw = AdamW([single, half], **SETTINGS)
-    train(adamw)
-    assert set(adamw.state[single]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert set(adamw.state[half]) == {"step", "exp_avg", "exp_avg_sq", "remainder"}
-    assert adamw.state[half].pop("remainder").dtype == torch.int16
-    for state in adamw.state.values():
-        assert all(value.dtype == torch.float32 for value in state.values())
-        assert state["step"] == STEPS
-
-
-def test_groups_and_schedules_have_their_own_settings() -> None:
-    first, second = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
-    adamw = AdamW([{"params": [first]}, {"params": [second], "lr": 0.0}], **SETTINGS)
-    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1.0 if step == 0 else 0.0)
-    train(adamw, range(1))
-    schedule.step()
-    after_one = first.detach().clone()
-    assert (after_one < 1).any()
-    train(adamw, range(1, 3))
-    assert torch.equal(first, after_one)
-    assert torch.equal(second, torch.ones_like(second))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_resumed_from_its_state_dict_goes_on_bitwise(dtype: torch.dtype, tmp_path) -> None:
-    straight = parameters(dtype)
-    train(AdamW(straight, **SETTINGS), range(6))
-
-    stopped = parameters(dtype)
-    first_half = AdamW(stopped, **SETTINGS)
-    train(first_half, range(3))
-    torch.save({"weights": stopped, "optimizer": first_half.state_dict()}, tmp_path / "checkpoint.pt")
-
-    loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    resumed = [nn.Parameter(weight.detach()) for weight in loaded["weights"]]
-    second_half = AdamW(resumed, **SETTINGS | {"lr": 123.0})
-    second_half.load_state_dict(loaded["optimizer"])
-    train(second_half, range(3, 6))
-    assert all(torch.equal(value, target) for value, target in zip(resumed, straight, strict=True))
-
-
-def test_state_of_torchs_adamw_loads() -> None:
-    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 9)) for _ in range(2))
-    torchs = torch.optim.AdamW([theirs], **SETTINGS)
-    train(torchs, range(3))
-    adamw = AdamW([ours], **SETTINGS)
-    adamw.load_state_dict(copy.deepcopy(torchs.state_dict()))
-    with torch.no_grad():
-        ours.copy_(theirs)
-    train(adamw, range(3, 5))
-    train(torchs, range(3, 5))
-    torch.testing.assert_close(ours, theirs)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 
 import torch
@@ -102,9 +102,9 @@ class Evaluation:
         # The largest microbatch of a step: a forward without its gradients needs no more memory than that step.
         rows = -(-self.config.batch_size // (self.config.microbatches * ranks.count))
         seed = self.config.seed
-        parts = ranks.hand_out_evaluation(prepared_parts(self.task, self.batches, rows, seed))
-        found = scores_of_parts(self.task, model, parts, seed, streams.device, stopped)
-        scores = mean_scores(ranks.collect_evaluation(found))
+        parts = prepared_parts(self.task, self.batches, rows, seed)
+        scores_of = partial(scores_of_parts, self.task, model, seed=seed, device=streams.device, stopped=stopped)
+        scores = mean_scores(ranks.evaluate(parts, scores_of, "evaluate"))
         if scores is None:
             return {}
         return {f"eval/{name}": score for name, score in scores.items()} | {"eval/ms": (perf_counter() - start) * 1e3}

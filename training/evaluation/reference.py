@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -111,8 +112,8 @@ def _computed(components: Components, dataset: object, ranks: Ranks, stopped: Ca
     batches = iter(dataset.every_sample(rows))
     with components.mode.inference():
         while parts := list(islice(batches, PARTS * ranks.count)):
-            own = ranks.hand_out_evaluation(parts, "reference")
-            found = ranks.collect_evaluation(log_probs_of_parts(model, own, components.device, stopped))
+            log_probs_of = partial(log_probs_of_parts, model, device=components.device, stopped=stopped)
+            found = ranks.evaluate(parts, log_probs_of, "reference")
             if found is None:
                 return None
             for part, log_probs in zip(parts, found, strict=True):

@@ -7,7 +7,6 @@ Megatron-LM's launchers bind ranks in the same way.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,8 +19,6 @@ from offload import usable_cores
 from training.errors import UserError
 from training.parallel.world import World
 from training.profiling.hardware import resolve_device
-
-logger = logging.getLogger(__name__)
 
 SYSTEM = Path("/sys")
 THREADS = Path("/proc/self/task")
@@ -89,8 +86,6 @@ def bind_to_node(nodes: Sequence[int | None], local_rank: int) -> int | None:
     if len(nodes) < 2 or len(cores_of) < 2:
         return None
     cores = cores_of.get(nodes[local_rank])
-    if local_rank == 0:
-        logger.info("%s", _report(nodes, cores_of))
     if not cores:
         return None
     for thread in os.listdir(THREADS):
@@ -98,19 +93,6 @@ def bind_to_node(nodes: Sequence[int | None], local_rank: int) -> int | None:
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
     return max(len(cores) // nodes.count(nodes[local_rank]), 1)
-
-
-def _report(nodes: Sequence[int | None], cores_of: dict[int, set[int]]) -> str:
-    """Returns one line on where the ranks of this host run."""
-    parts = []
-    for node in dict.fromkeys(nodes):
-        ranks = ", ".join(str(rank) for rank, other in enumerate(nodes) if other == node)
-        if cores := cores_of.get(node):
-            parts.append(f"{ranks} on node {node} ({len(cores)} cores)")
-        else:
-            why = "their GPU's node is not known" if node is None else f"none of node {node} is this process's"
-            parts.append(f"{ranks} on all cores ({why})")
-    return f"NUMA: local ranks {'; '.join(parts)}"
 
 
 def _node_of(gpu: object) -> int | None:

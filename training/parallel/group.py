@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,7 +130,6 @@ class Group(Ranks):
         self._firsts: dist.ProcessGroup | None = None
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=messages.exchange_s))
         self._data = messages.new_group(device)
-        self._parts = 0
 
     def sharers(self, shared: bool) -> Sharers:
         self.shares_homes = shared
@@ -178,19 +176,16 @@ class Group(Ranks):
             self.messages.send(rank, ("step", step, _own_memory(shares[rank])))
         return shares[0]
 
-    def hand_out_evaluation(self, parts: Sequence[Batch], order: str = "evaluate") -> Sequence[Batch]:
-        self._parts = len(parts)
+    def evaluate(self, parts: Sequence[Batch], compute: Callable[..., list | None], order: str) -> list | None:
         for rank in range(1, self.count):
             self.messages.send(rank, (order, [_copied(part) for part in parts[rank :: self.count]]))
-        return parts[:: self.count]
-
-    def collect_evaluation(self, results: list[Any] | None) -> list[Any] | None:
+        own = compute(parts[:: self.count])
         # Waits for the others even after a stop, so that their reports are not taken for those of a step. Else this
         # rank has done its own part, the largest.
-        everyone = self.messages.reports(results, patient=results is None)
-        if results is None:
+        everyone = self.messages.reports(own, patient=own is None)
+        if own is None:
             return None
-        return [everyone[part % self.count][part // self.count] for part in range(self._parts)]
+        return [everyone[part % self.count][part // self.count] for part in range(len(parts))]
 
     def total(self, losses: Tensor) -> Tensor:
         self.messages.meet()

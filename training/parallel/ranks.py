@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -106,13 +105,12 @@ class Ranks:
         """Makes the other ranks compute their `shares`, of `step`, one for each rank; returns this rank's share."""
         return shares[self.rank]
 
-    def hand_out_evaluation(self, parts: Sequence[Any], order: str = "evaluate") -> Sequence[Any]:
-        """Makes the other ranks evaluate some of `parts`, or do as `order` says; returns those that are this rank's."""
-        return parts
+    def evaluate(self, parts: Sequence[Batch], compute: Callable[..., list | None], order: str) -> list | None:
+        """Returns the results of all parts in their order; None if this rank's are None, because it was stopped.
 
-    def collect_evaluation(self, results: list[Any] | None) -> list[Any] | None:
-        """Returns the results of all parts in their order; None if this rank's are None, because it was stopped."""
-        return results
+        `compute` computes those of this rank's parts. The other ranks do with theirs as `order` says.
+        """
+        return compute(parts)
 
     def total(self, losses: Tensor) -> Tensor:
         """Adds up the losses of all microbatches of the step, of all ranks, in their order.

@@ -7,6 +7,7 @@ device name. Only `scripts/probe.py` writes there.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import re
@@ -36,7 +37,7 @@ from training.errors import UserError
 from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
 from training.runs.bounded_files import UnreadableError, read_json
 from training.runs.files import write_whole
-from training.runs.records import LARGEST, is_number
+from training.runs.records import is_number
 from training.settle.components import Components, acquired
 from training.weights.mapped import is_mapped, largest_file
 
@@ -244,7 +245,7 @@ def kept(device: torch.device) -> dict[str, str | float] | None:
         values = read_json(kept_path(device))
     except (UnreadableError, UserError):
         return None
-    numbers = all(is_number(value) and 0 < value <= LARGEST for key, value in values.items() if key != "name")
+    numbers = all(is_number(value) and 0 < value < math.inf for key, value in values.items() if key != "name")
     return values if numbers and isinstance(values.get("name"), str) and values["name"] else None
 
 

@@ -20,9 +20,6 @@ from training.runs.repeat import repeated
 
 # The directory of a run or a sweep in a home directory, whose `~` Hydra takes in quotes alone.
 IN_HOME = re.compile(r"(\+{0,2}hydra\.(?:run|sweep)\.dir)=(['\"]?)(~[\w.-]*)((?:/[^'\"]*)?)\2")
-# What is left of `hydra.run.dir=$PLACE` where the shell knows no PLACE: Hydra would take the working directory.
-NO_PLACE = re.compile(r"""\+{0,2}hydra\.(?:run|sweep)\.dir=(?:''|"")?""")
-
 # A list for a group, of which Hydra would merge the options.
 SEVERAL_OPTIONS = re.compile(r"\+{0,2}([\w/]+)(?:@[\w.]+)?=\[.*", re.DOTALL)
 
@@ -32,8 +29,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make one named `~`.
     Raises UserError for an unknown flag, such as `--steps 10`; for the directory of a run where Hydra expects one of
-    options, and for one without a name; for a list of options; for the home of a user that does not exist; and if the
-    run of `repeat=` cannot be repeated.
+    options; for a list of options; for the home of a user that does not exist; and if the run of `repeat=` cannot be
+    repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
@@ -43,8 +40,6 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         raise UserError(f"{flag}: unknown flag: keys have no dashes: write {_as_override(flag, arguments)}")
     overrides = [*options.overrides, *unknown]
     _refuse_run_directories(options)
-    if empty := next((override for override in overrides if NO_PLACE.fullmatch(override)), None):
-        raise UserError(f"{empty}: names no directory: give one, hydra.run.dir=runs/NAME, or leave the key out")
     for several in filter(None, map(SEVERAL_OPTIONS.fullmatch, overrides)):
         if is_group(group := several[1]):
             raise UserError(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.training.checkpoints.conftest import TINY
-from tests.training.helpers import in_process
 from training.checkpoints.best import Best
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation
@@ -83,22 +80,6 @@ def test_the_best_can_be_resumed_from(tmp_path: Path, scored):
     scored(elsewhere, [7.0, 8.0, 9.0], "steps=6", f"resume={tmp_path}/checkpoints/best")
     # Better ones in another directory are not this run's.
     assert saved(elsewhere) == {"best": "step-00000005", "step-00000005": None}
-
-
-def test_an_evaluation_that_a_signal_ended_may_make_what_it_saved_the_best(
-    tmp_path: Path, scored, monkeypatch: pytest.MonkeyPatch
-):
-    def ends(*_) -> dict:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return {}
-
-    with monkeypatch.context() as patch:
-        metrics = [{"eval/loss": 9.0}, {"eval/loss": 3.0}, None]
-        patch.setattr(Evaluation, "metrics", lambda *_: metrics.pop(0) or ends())
-        in_process.run_here(tmp_path, *TINY, *EVALUATES, "checkpoint.every=null", "checkpoint.on_signal=true")
-    assert saved(tmp_path) == {"best": "step-00000001", "step-00000001": None, "step-00000002": None}
-    scored(tmp_path, [2.0, 5.0], "resume=auto", "steps=3")
-    assert saved(tmp_path) == {"best": "step-00000002", "step-00000002": None}
 
 
 def test_a_larger_accuracy_is_better(tmp_path: Path):

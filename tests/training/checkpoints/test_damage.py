@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,33 +35,12 @@ def rewrite(file: str, content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / file).write_bytes(content)
 
 
-def listed(name: str, instead: bool = True) -> Callable[[Path], None]:
-    """The manifest lists another file, or one more."""
-
-    def damage(folder: Path) -> None:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["files"][name] = manifest["files"].pop("state.json") if instead else manifest["files"]["state.json"]
-        (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
-
-    return damage
-
-
-def forged_config(folder: Path) -> None:
-    """Forges a file that is not a configuration, and the manifest to match."""
-    made = forged(folder, folder.with_name("forged"), config=b"a: *b")
-    shutil.rmtree(folder)
-    made.rename(folder)
-
-
 DAMAGE = {
     "weights cut short": (cut("model.safetensors", 1), "model.safetensors has .* bytes where"),
-    "states cut to nothing": (lambda f: os.truncate(f / "optimizer.safetensors", 0), "optimizer.safetensors has 0"),
     "middle bit of weights": (flip("model.safetensors", 0.5), "model.safetensors is not what was written"),
     "bit of the position": (flip("state.json", 0.4), "state.json is not what was written"),
-    "bit of a checksum": (flip("manifest.json", 0.5), r"(manifest.json|\.safetensors)"),
     "weights gone": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     "manifest gone": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "manifest of nothing": (rewrite("manifest.json", b'{"format": 2, "files": {}}'), "manifest.json lists no files"),
     "manifest of another format": (
         rewrite("manifest.json", b'{"format": 9}'),
         "format 9: this version reads only",
@@ -71,9 +49,6 @@ DAMAGE = {
         lambda f: os.truncate(f / "manifest.json", 2**30),
         "manifest.json: it has more .* too many",
     ),
-    "manifest of text files": (rewrite("manifest.json", b'{"format": 2, "files": {"a": 3}}'), "lacks the size"),
-    "a name too long": (listed("a" * 300, instead=False), r"/a{300}: it cannot be read \(File name too long\)"),
-    "a configuration that is none": (forged_config, "config.yaml: it has YAML aliases"),
 }
 
 
@@ -144,23 +119,11 @@ FORGERIES = {
     ),
     "a pickle": ("model", b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.", "model.safetensors cannot be read as"),
     "no random states": ("random", header(2, b"{}"), "random.safetensors does not have the states"),
-    "a position that is none": ("state", b'{"step": -1}', "state.json has no valid step: -1"),
-    "a name that leads elsewhere": (
-        "state",
-        b'{"step": 6, "skipped_steps": 0, "batch_sha256": "", "data_sha256": null, "tracking_id": "../../x"}',
-        "state.json has no valid tracking_id",
-    ),
     "yaml that calls": (
         "config",
         SAME_MODEL + b"a: !!python/object/apply:os.system ['touch pwned']",
         r"a: was \['touch pwned'\], is absent",
     ),
-    "yaml of a vast number": (
-        "config",
-        SAME_MODEL + b"a: 0x" + b"f" * 10000,
-        r"a: was 0xf+\N{HORIZONTAL ELLIPSIS}f+, is absent",
-    ),
-    "yaml whose key is a list": ("config", b"? [a]\n: b", "config.yaml: it is not a plain YAML"),
     "yaml that grows": ("config", b"a: &a [1]\nb: [*a, *a]", "config.yaml: it has YAML aliases"),
     "yaml of another object": (
         "config",
@@ -246,8 +209,3 @@ def test_weights_are_read_from_listed_files_alone(tmp_path: Path, finished: Path
         (folder / place).write_bytes(weights)
     with pytest.raises(UserError, match=reason):
         run_here(tmp_path / "new", f"resume={folder}")
-
-
-def test_home_is_expanded_for_weights(tmp_path: Path, finished: Path, run_here, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", str(finished))
-    run_here(tmp_path / "new", "model.weights='~/checkpoints/step-00000006'", "steps=1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -46,18 +45,6 @@ def test_going_back_sets_later_ones_aside_as_often_as_one_goes(finished: Path, r
         assert found == ["step-00000003", "step-00000006", *asides[:count]]
         assert curve(finished) == records
     assert all(content(finished / "checkpoints" / name) == end for name in ["step-00000006", *asides])
-
-
-@pytest.mark.parametrize("resume", ["auto", "RUN"])
-def test_what_a_kill_left_behind_is_removed_without_another_save(finished: Path, run_here, at, content, resume: str):
-    """A process that was killed after a checkpoint had its name, and before the old ones were removed."""
-    end = content(at(finished, 6))
-    for step in (1, 2):
-        shutil.copytree(at(finished, 3), at(finished, step))
-    (finished / "checkpoints" / "step-00000001.partial").mkdir()
-    run_here(finished, f"resume={resume.replace('RUN', str(finished))}")
-    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
-    assert content(at(finished, 6)) == end
 
 
 @pytest.mark.parametrize("resume", ["auto", "RUN", "RUN/checkpoints/step-00000003", "DISK/step-00000003"])
@@ -145,9 +132,3 @@ def test_a_run_without_checkpoints_is_not_begun_anew_where_its_summary_is_damage
         run_here(tmp_path, *unsaved, "resume=auto")
     assert "\n" not in str(error.value)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_run_that_finds_nothing_to_resume_says_so(tmp_path: Path, run_here, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO"):
-        run_here(tmp_path / "run", "resume=auto")
-    assert f"resume=auto: no checkpoint in {tmp_path / 'run'}: the run begins at its first step" in caplog.messages

@@ -65,19 +65,6 @@ def test_a_killed_run_resumes_in_its_directory_without_a_lost_or_repeated_step(
     assert summary["train/first_loss"] == curve(finished)[0]["train/first_loss"]
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(finished: Path, killed_after, run_here, curve):
-    killed = killed_after(0)
-    run_here(killed, "resume=auto")
-    assert curve(killed) == curve(finished)
-
-
-def test_a_finished_run_has_nothing_left_to_do(finished: Path, run_here, curve, at, content):
-    before, state = curve(finished), content(at(finished, 6))
-    summary = run_here(finished, "resume=auto")
-    assert (curve(finished), content(at(finished, 6))) == (before, state)
-    assert (summary["status"], summary["steps"], summary["train/final_loss"]) == ("ok", 6, before[-1]["train/loss"])
-
-
 def test_a_finished_run_resumes_with_more_steps(tmp_path: Path, finished: Path, run_here, at, content):
     run_here(finished, "resume=auto", "steps=9")
     run_here(tmp_path / "whole", "steps=9")

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,37 +47,6 @@ def test_a_signal_saves_the_run_after_its_step(tmp_path: Path, finished: Path, r
     run_here(tmp_path / "stopped", "resume=auto")
     assert content(at(tmp_path / "stopped", 6)) == content(at(finished, 6))
     assert curve(tmp_path / "stopped") == curve(finished)
-
-
-def test_a_signal_that_comes_more_than_once_is_one_request(tmp_path: Path, run_here, signalled, monkeypatch):
-    monkeypatch.setattr("training.runs.signals.SAME_REQUEST_S", 3600.0)
-    signalled(at=4, times=3)
-    assert run_here(tmp_path)["status"] == "stopped"
-
-
-def test_an_interruption_that_a_step_swallowed_ends_the_run_before_the_next_one(tmp_path: Path, run_here, monkeypatch):
-    from training.run import loop
-
-    run_step, begun = loop.run_step, []
-
-    def swallowed(job, step, batch):
-        begun.append(step)
-        if step == 2:
-            with suppress(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
-        return run_step(job, step, batch)
-
-    monkeypatch.setattr(loop, "run_step", swallowed)
-    with pytest.raises(KeyboardInterrupt):
-        # It is not worth saving so early.
-        run_here(tmp_path, "checkpoint.every=null")
-    assert begun == [1, 2]
-
-
-def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, finished: Path, run_here, signalled, at, content):
-    signalled(at=6)
-    assert run_here(tmp_path / "new")["status"] == "ok"
-    assert content(at(tmp_path / "new", 6)) == content(at(finished, 6))
 
 
 def test_a_run_may_save_itself_on_signals_alone(tmp_path: Path, run_here, signalled):

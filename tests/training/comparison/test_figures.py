@@ -6,24 +6,19 @@ import itertools
 import math
 import random
 
-import matplotlib
 import pytest
 
 from training.comparison import figures
 from training.comparison.figures import (
-    DPI,
     LONGEST,
-    WIDTH_IN,
     canvas,
     distinct_curves,
     in_lines,
     loss_figure,
     memory_figure,
-    png,
     render_figures,
     scale_for_range,
     split,
-    style,
     time_figure,
 )
 from training.runs.files import FIGURE_FILES
@@ -135,19 +130,6 @@ def test_labels_cover_neither_points_nor_each_other(write_run, seed: int):
     assert not any(box.contains(x, y) for box in boxes for x, y in pixels(axes, rows))
 
 
-def test_labels_of_equal_points_are_apart_and_joined_to_their_point(write_run):
-    write_points(write_run, [(10.0, 100.0)] * 4)
-    rows = write_run.rows()
-    (axes,) = memory_figure(rows).axes
-    boxes = label_boxes(axes)
-    check_apart(boxes)
-    distances = [
-        math.dist((x, y), (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)))
-        for box, (x, y) in zip(boxes, pixels(axes, rows), strict=True)
-    ]
-    assert len(axes.patches) >= sum(distance > 5 for distance in distances) > 0
-
-
 def test_labels_avoid_the_front(write_run):
     write_points(write_run, [(20.0 - i, 300.0 + 20 * i) for i in range(10)])
     rows = write_run.rows()
@@ -168,12 +150,6 @@ def test_labels_avoid_the_bars_of_the_spread(write_run):
         gib, step = row.mean("memory/vram_peak_gib"), row.statistics["perf/step_ms"]
         (x, low), (_, high) = axes.transData.transform([(gib, step.mean - step.spread), (gib, step.mean + step.spread)])
         assert not any(box.x0 < x < box.x1 and box.y0 < high and low < box.y1 for box in label_boxes(axes))
-
-
-def test_the_same_rows_give_the_same_figure(write_run):
-    write_points(write_run, [(10.0, 100.0), (10.0, 100.0), (10.1, 101.0), (20.0, 90.0)])
-    rows = write_run.rows()
-    assert png(memory_figure(rows)) == png(memory_figure(rows))
 
 
 def test_what_is_no_whole_step_that_fits_is_beside_the_front(write_run):
@@ -260,41 +236,11 @@ def test_the_legend_names_curves_in_the_order_in_which_they_end(write_run):
     assert [text.split()[1].strip(":") for text in texts] == ["slots=2", "slots=1", "slots=0", "slots=3"]
 
 
-def test_lines_differ_in_colour_or_dashes(write_run):
-    for slots in range(20):
-        write_run("layer_stream", knobs={"slots": slots}, losses=(4.0, 3.0 + slots))
-    lines = loss_figure(write_run.rows()).axes[0].lines
-    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 20
-
-
-def test_a_figure_has_its_size():
-    figure, _ = canvas(3.0)
-    width, height = (int.from_bytes(png(figure)[i : i + 4], "big") for i in (16, 20))
-    assert (width, height) == (WIDTH_IN * DPI, 3.0 * DPI)
-
-
-def test_the_style_overrides_the_users_and_is_undone():
-    before = matplotlib.rcParams["font.size"]
-    with matplotlib.rc_context({"axes.facecolor": "black", "font.size": before + 1}):
-        with style():
-            assert matplotlib.rcParams["axes.facecolor"] == matplotlib.rcParamsDefault["axes.facecolor"]
-            assert not matplotlib.rcParams["text.parse_math"]
-        assert matplotlib.rcParams["font.size"] == before + 1
-
-
 def test_names_break_into_lines_and_long_words_lose_their_middle():
     assert in_lines("layer_stream slots=3 resident=60%", 20) == "layer_stream slots=3\nresident=60%"
     cut = in_lines("a" * 100 + "b" * 100, 1000)
     assert len(cut) == LONGEST
     assert cut.strip("a").strip("b") == "\N{HORIZONTAL ELLIPSIS}"
-
-
-def test_names_of_foreign_characters_are_drawn_as_escapes():
-    name = "a\x1b[2J \ud800 \udcff \u202eb"
-    assert in_lines(name, 100) == r"a\x1b[2J \ud800 \xff \u202eb"
-    figure, axes = canvas(3.0)
-    axes.set_title(in_lines(name, 100))
-    assert png(figure).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("values", "scale"), [([100.0, 399.0], "linear"), ([100.0, 401.0], "log")])

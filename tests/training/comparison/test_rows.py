@@ -67,13 +67,6 @@ def test_the_floor_is_the_one_that_the_run_states(write_run):
     assert (found["none"].floor_ratio, found["layer_stream"].floor_ratio) == (None, 1.5)
 
 
-def test_the_floor_of_a_plan_is_the_planned_one(write_run):
-    write_run("none", status="planned", losses=None, step_ms=1200.0, perf__floor_ms=800.0)
-    write_run("layer_stream", status="planned", losses=None, step_ms=7500.0, perf__floor_ms=6000.0)
-    found = rows(write_run)
-    assert [(row.ratio, row.floor_ratio) for row in found.values()] == [(1.0, 1.5), (6.25, 1.25)]
-
-
 def test_a_forward_alone_has_no_ratio_to_a_full_step(write_run):
     write_run("none", step_ms=300.0)
     write_run("layer_stream", step_ms=200.0, forward_only=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -79,16 +77,6 @@ def test_a_run_that_holds_its_directory_is_running(write_run):
     with locked(directory):
         assert read_run(directory).status == "running"
     assert read_run(directory).status == "killed"
-
-
-def test_a_directory_that_cannot_be_read_is_named(write_run, monkeypatch: pytest.MonkeyPatch):
-    def refuse(path: Path):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    write_run()
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(UserError, match=r"runs: it cannot be read \(Permission denied\)"):
-        find_runs([write_run.folder])
 
 
 def test_infinite_losses_are_read_back(write_run):

@@ -109,42 +109,6 @@ def test_schemas_are_not_offered_as_options():
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("stepz=3", ["stepz", "Did you mean steps?", "batch_size"]),
-        ("ofload=none", ["ofload", "Did you mean offload?"]),
-        ("optimizer.lrr=1", ["optimizer.lrr", "Did you mean optimizer.lr?", "weight_decay"]),
-        ("offload.slots=2", ["offload.slots", "offload, as chosen, has no keys"]),
-        ("offload=bounce_liner", ["offload=bounce_liner", OFFLOADS]),
-        ("optimizer=adam", ["optimizer=adam", "adamw, host_adamw"]),
-        ("schedule=step", ["schedule=step", "constant, cosine, linear"]),
-        ("on_nonfinite=ignore", ["on_nonfinite=ignore", "stop, skip"]),
-        ("optimizer.state_dtype=bf16", ["optimizer.state_dtype", "optimizer, as chosen, has: betas"]),
-        ("schedule.final=0.1", ["schedule.final", "schedule, as chosen, has: warmup"]),
-        ("experiment=quick", ["experiment=quick", "quickstart"]),
-        ("precision=fp16", ["precision=fp16", "bf16, fp32"]),
-        ("parallel.homes=slow", ["parallel.homes=slow", "auto, own, shared"]),
-        ("tracking.mode=on", ["tracking.mode=on", "auto, online, offline, disabled"]),
-        ("steps=many", ["steps=many", "a whole number"]),
-        ("batch_size=null", ["batch_size=null", "must have a value"]),
-        ("seed=1.5", ["seed=1.5", "a whole number"]),
-        ("clip_norm=[1]", ["clip_norm"]),
-        ("optimizer.lr=fast", ["optimizer.lr=fast", "a number"]),
-        ("optimizer.betas=0.9", ["optimizer.betas=0.9", "must be a list, such as [0.9]"]),
-        ("model.tie_word_embeddings=perhaps", ["model.tie_word_embeddings=perhaps", "true or false"]),
-        ("steps=", ["steps=: must be"]),
-        ("steps", ["steps: is not KEY=VALUE"]),
-        ("dataset.files=[a", ["dataset.files=[a: is not KEY=VALUE"]),
-        ("steps=1,2", ["steps=1,2", "python train.py -m steps=1,2"]),
-    ],
-)
-@pytest.mark.slow
-def test_a_refusal_names_the_key_and_the_choices(override, named):
-    line = refused(override)
-    assert [words for words in named if words not in line] == []
-
-
-@pytest.mark.parametrize(
     ("text", "named"),
     [
         ("stepz: 3", ["experiment/mine", "stepz", "Did you mean steps?"]),
@@ -173,56 +137,26 @@ def test_a_sound_overlay_is_accepted(overlay):
     [
         (["steps=0"], "steps=0: must be at least 1"),
         (["seed=-1"], "seed=-1: must be at least 0"),
-        (["batch_size=0"], "batch_size=0: must be at least 1"),
         (["microbatches=0"], "microbatches=0: must be between 1 and batch_size=8"),
         (["batch_size=4", "microbatches=5"], "microbatches=5: must be between 1 and batch_size=4"),
         (["microbatches='2\n'"], r"microbatches=2\n: must be between 1 and batch_size=8"),
-        (["seq_len=0"], "seq_len=0: must be at least 1"),
-        (["log_every=0"], "log_every=0: must be at least 1"),
         (["devices=0"], "devices=0: must be at least 1"),
         (["parallel.timeout_s=0"], "parallel.timeout_s=0.0: must be above 0"),
         (["steps=null"], "steps=null: give steps=N, or epochs=N"),
         (["steps=3", "epochs=2"], "steps=3 epochs=2: give one of them, and the other as null"),
         (["epochs=0"], "epochs=0"),
-        (["warmup_steps=-1"], "warmup_steps=-1: must be at least 0"),
         (["clip_norm=0"], "clip_norm=0.0: must be above 0"),
-        (["clip_norm=nan"], "clip_norm=nan: must be above 0"),
-        (["device=gpu"], "device=gpu: must be auto, cuda, cuda:N"),
         (["device='cpu\n'"], r"device=cpu\n: must be auto, cuda, cuda:N"),
         (["devices=2", "device='cuda:0\n'"], r"device=cuda:0\n with devices=2: each rank takes the GPU"),
-        (["device=cuda:"], "device=cuda:: must be auto, cuda, cuda:N"),
         (["optimizer.lr=-0.1"], "optimizer.lr=-0.1: must be at least 0"),
-        (["optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: must be two numbers"),
-        (["optimizer.lr=nan"], "optimizer.lr=nan: must be at least 0"),
-        (["optimizer.lr=inf"], "optimizer.lr=inf: must be finite"),
-        (["optimizer.eps=0"], "optimizer.eps=0.0: must be at least 1e-45"),
-        (
-            ["optimizer=host_adamw", "optimizer.state_dtype=fp16"],
-            "optimizer.state_dtype=fp16: must be fp32 or bf16 or int8",
-        ),
-        (
-            ["optimizer=host_adamw", "optimizer.master=half"],
-            "optimizer.master=half: must be compact or stochastic",
-        ),
-        (["optimizer=host_adamw", "optimizer.threads=0"], "optimizer.threads=0: must be at least 1"),
         (["optimizer=host_adamw", "optimizer.device_share=much"], "optimizer.device_share=much: must be bytes"),
         (["offload=bounce_linear", "offload.slots=0"], "offload.slots=0: must be at least 1"),
-        (["offload=bounce_linear", "offload.prefetch=4"], "offload.prefetch=4: must be below slots=4"),
-        (["offload=bounce_linear", "offload.resident=some"], "offload.resident=some: must be a number of units"),
-        (["offload=bounce_linear", "offload.resident=-1"], "offload.resident=-1: must be a number of units"),
-        (["offload=bounce_linear", "offload.pin=on"], "offload.pin=on: must be auto or off"),
-        (["offload=layer_stream", "offload.outside=host"], "offload.outside=host: must be resident or stream"),
-        (["offload=shard_offload", "offload.shards=0"], "offload.shards=0: must be at least 1"),
-        (["offload=shard_offload", "offload.prefetch=2"], "offload.prefetch=2: must be below slots=2"),
-        (["offload=shard_offload", "offload.shard_bytes=2GB"], "offload.shard_bytes=2GB: must be bytes, such as 2GiB"),
         (["model.num_attention_heads=3"], "model.hidden_size=128: must be a multiple of 6"),
         (["model.num_key_value_heads=3"], "model.num_key_value_heads=3: must divide model.num_attention_heads=4"),
         (["model.vocab_size=0"], "model.vocab_size=0: must be at least 1"),
         (["dataset=text"], "dataset.files has no value: give it one, dataset.files=VALUE"),
         (["dataset=hub"], "dataset.name has no value"),
         (["dataset=text", "dataset.files=3"], "dataset.files=3: must be a path or pattern"),
-        (["dataset=text", "dataset.files=[a.txt,3]"], "dataset.files=['a.txt', 3]: must be a path or pattern"),
-        (["dataset=text", "dataset.files=[]"], "dataset.files=[]: must be a path or pattern"),
         (["+optimizer.lrr=1"], "optimizer.lrr: unknown key. Did you mean optimizer.lr?"),
         (["+stepz=1"], "stepz: unknown key. Did you mean steps?"),
         (["~steps"], "steps has no value"),
@@ -238,7 +172,7 @@ def test_check_names_key_value_and_range(overrides, message):
 
 # Arguments that the builder adds to the keys of a group, and keys that it takes away.
 ADDED = {
-    "dataset": {"seed", "seq_len", "batch_size"},
+    "dataset": {"seed", "batch_size"},
     "optimizer": {"params"},
     "schedule": {"optimizer", "steps"},
 }
@@ -255,9 +189,11 @@ def test_the_keys_of_a_schema_are_arguments_of_its_target(group, name):
         assert "_target_" not in {entry.name for entry in fields(option)}
         return
     module, _, target = option._target_.rpartition(".")
-    signature = inspect.signature(getattr(importlib.import_module(module), target))
+    made = getattr(importlib.import_module(module), target)
+    signature = inspect.signature(made)
     keys = {entry.name for entry in fields(option) if not entry.name.startswith("_")}
-    signature.bind(**dict.fromkeys(keys - TAKEN.get(group, set()) | ADDED.get(group, set())))
+    added = ADDED.get(group, set()) | ({"seq_len"} if group == "dataset" and not hasattr(made, "meta_batch") else set())
+    signature.bind(**dict.fromkeys(keys - TAKEN.get(group, set()) | added))
 
 
 @pytest.mark.parametrize("name", QUANTIZE)

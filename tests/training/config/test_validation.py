@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from tests.training.helpers.in_process import command_here, conf_initialised
+from tests.training.helpers.in_process import conf_initialised
 from training.config.validation import TURNED_ON_BY, check, check_presence, warn_of_keys_without_effect
 from training.errors import UserError
 from training.runs.compose_errors import explain_refusal, is_refusal
@@ -101,16 +101,6 @@ def test_any_value_is_accepted_or_refused_in_one_line(base_and_key, value):
     assert line is None or ("\n" not in line and key.rpartition(".")[2] in line)
 
 
-@pytest.mark.slow
-@PROFILE
-@given(BASE_AND_KEY, st.text(max_size=8).filter(lambda text: "\x00" not in text))
-def test_any_text_is_refused_in_one_line_or_kept_as_it_is(base_and_key, text):
-    base, key = base_and_key
-    quoted = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    line = refusal(*base, f"{key}={quoted}")
-    assert line is None or "\n" not in line
-
-
 TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "offload.modes.tensor_swap._tensors", "")
 
 
@@ -158,21 +148,14 @@ def refusal_of_overlay(text: str, folder: Path) -> str | None:
     "text",
     [
         "offload:\n  _target_: os.system\n",
-        "offload:\n  _target_: os.system\n  command: id\n",
         "model:\n  weights:\n    _target_: os.system\n    command: id\n",
         "offload: 3\n",
-        "offload: null\n",
         "offload: [none]\n",
-        "dataset: some text\n",
         "steps: {a: 1}\n",
-        "steps: [1]\n",
-        "defaults:\n  - override /offload: tensor_swap\noffload:\n  weights: 3\n",
         "defaults:\n  - override /offload: tensor_swap\noffload:\n  weights: {_target_: os.system}\n",
         "defaults:\n  - override /dataset: text\ndataset:\n  files: [{_target_: os.system, command: id}]\n",
-        "!!python/object/apply:os.system [id]\n",
         "steps: !!python/object/apply:os.system [id]\n",
         "steps: [1\n",
-        "\x00",
         "- a\n- b\n",
     ],
 )
@@ -181,30 +164,6 @@ def test_overlays_of_others(text: str, tmp_path: Path):
     line = refusal_of_overlay(text, tmp_path)
     assert line is not None
     assert "\n" not in line
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (("offload._target_=os.system",), "error: offload._target_=os.system: must not be set"),
-        (("offload=3",), "error: offload=3: must be the name of an option: choose from bounce_linear, "),
-        (("tracking=null",), "error: tracking=null: must be the name of an option: choose from "),
-        (("model=[null]",), "error: model=[null]: must be the name of one option, model=NAME; for a run of each: -m "),
-        (("steps=${nowhere}",), "error: steps: Interpolation key 'nowhere' not found"),
-        (
-            ("optimizer=host_adamw", "optimizer.threads=1000000", "device=cpu"),
-            "error: optimizer.threads=1000000: must be at least 1 and at most ",
-        ),
-        (("model.hidden_size=1000000000000", "device=cpu"), "error: model: its sizes are beyond any memory"),
-    ],
-)
-@pytest.mark.slow
-def test_on_the_command_line(tmp_path: Path, overrides: tuple[str, ...], line: str):
-    process = command_here(*overrides, "tracking.mode=disabled", f"hydra.run.dir={tmp_path}")
-    assert process.returncode == 1
-    assert process.stderr.startswith(line)
-    assert process.stderr.count("\n") == 1
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("key", ["vram_budget", "host_budget"])

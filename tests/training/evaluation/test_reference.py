@@ -121,13 +121,6 @@ def test_another_reference_is_refused(tmp_path: Path, overrides) -> None:
     assert "is missing, the reference of the run" in message()
 
 
-def test_a_run_without_its_reference_does_not_resume(tmp_path: Path, overrides, capsys) -> None:
-    run_here(tmp_path / "run", *overrides, "steps=2", "checkpoint.every=2")
-    (tmp_path / "run" / REFERENCE_FILE).unlink()
-    with pytest.raises(UserError, match="is missing, the reference of the run"):
-        run_here(tmp_path / "run", *overrides, "resume=auto")
-
-
 def test_a_request_to_stop_ends_it_early(tmp_path: Path, overrides) -> None:
     config, invocation = composed(*overrides, run_dir=tmp_path)
     with build(config, invocation) as job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from pathlib import Path
@@ -147,28 +146,10 @@ def test_where_there_is_nothing_to_choose_nothing_is_bound(system: Path, bound: 
     assert not bound
 
 
-def test_on_one_node_nothing_is_bound(system: Path, bound: dict):
+def test_on_one_node_or_without_a_core_of_it_nothing_is_bound(system: Path, bound: dict, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: {4, 5})
+        assert bind_to_node([0, 1], 0) is None
     (system / "devices/system/node/node1/cpulist").unlink()
     assert bind_to_node([0, 0], 0) is None
     assert not bound
-
-
-def test_a_node_without_cores_of_this_process_binds_nothing(system: Path, bound: dict, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5})
-    assert bind_to_node([0, 1], 0) is None
-    assert not bound
-
-
-def test_one_line_of_the_log_says_where_ranks_run(system: Path, bound: dict, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    for rank in range(4):
-        bind_to_node([0, 0, 1, None], rank)
-    assert caplog.messages == [
-        "NUMA: local ranks 0, 1 on node 0 (3 cores); 2 on node 1 (4 cores);"
-        " 3 on all cores (their GPU's node is not known)"
-    ]
-
-
-def test_the_kernel_s_files_of_this_machine_can_be_read():
-    found = devices._cores_by_node()
-    assert not found or set.union(*found.values()) >= os.sched_getaffinity(0)

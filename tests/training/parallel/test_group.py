@@ -122,6 +122,9 @@ class Reporting:
     def tell(self, order: str, *values) -> None:
         pass
 
+    def send(self, rank: int, message: tuple) -> None:
+        assert (rank, message) == (1, ("evaluate", [torch.tensor([6])]))
+
     def reports(self, own=None, patient: bool = False) -> list:
         self.patient.append(patient)
         return [own, {} if own == {} else [2]]
@@ -129,13 +132,13 @@ class Reporting:
 
 def test_a_rank_that_hangs_in_an_evaluation_or_a_comparison_is_not_waited_for_without_an_end():
     group, messages = Group.__new__(Group), Reporting()
-    group.rank, group.count, group.messages, group._parts = 0, 2, messages, 2
+    group.rank, group.count, group.messages = 0, 2, messages
     group.fingerprints = dict
-    assert group.collect_evaluation([1]) == [1, 2]
+    assert group.evaluate(torch.tensor([[5], [6]]), lambda parts: [1], "evaluate") == [1, 2]
     group.check_equal()
     assert messages.patient == [False, False]
     # Stopped by a signal, rank 0 is done before the others.
-    assert group.collect_evaluation(None) is None
+    assert group.evaluate(torch.tensor([[5], [6]]), lambda parts: None, "evaluate") is None
     assert messages.patient[-1]
 
 
@@ -186,24 +189,6 @@ def test_a_fingerprint_shows_one_changed_element(dtype: torch.dtype):
     tensor[2, 1] = 1
     assert fingerprint(tensor) != before
     assert fingerprint(tensor.clone()) == fingerprint(tensor)
-
-
-def test_fingerprints_differ_after_an_update():
-    trained = model()
-    optimizer = AdamW(trained.parameters())
-    optimizer.allocate()
-    copies = Copies(trained, optimizer)
-
-    def fingerprints() -> dict[str, int]:
-        return {name: fingerprint(tensor) for name, tensor in copies.tensors().items()}
-
-    before = fingerprints()
-    (trained(torch.randn(2, 3)) * torch.arange(4)).sum().backward()
-    optimizer.step()
-    after = fingerprints()
-    assert before.keys() == after.keys()
-    assert {"0.weight", "0.weight.exp_avg"} <= {name for name in after if after[name] != before[name]}
-    assert after["positions"] == before["positions"]
 
 
 def test_running_statistics_are_refused():

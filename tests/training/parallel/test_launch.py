@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from tests.training.helpers.sweeps import runs, wait_until
 from tests.training.parallel.conftest import RUN, run_ranks
 from training.errors import UserError
 from training.parallel.group import Group
-from training.parallel.launch import HOST, Followers, connected
+from training.parallel.launch import Followers, connected
 from training.parallel.ranks import ALONE, RankLostError
 from training.run import loop
 from training.run.recorder import Recorder
@@ -79,24 +77,6 @@ def test_ranks_are_ended_where_the_system_starts_no_more(started: list[int], mon
         Followers(3)
     assert len(started) == 1
     assert not runs(started[0])
-
-
-def test_nobody_else_can_take_the_port_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch):
-    """Between the start of the ranks and that of their store are seconds."""
-    refused = []
-
-    def nothing(self: Followers, rank: int) -> subprocess.Popen:
-        with socket.socket() as other:
-            try:
-                other.bind((HOST, self._port))
-            except OSError as error:
-                refused.append(error.errno)
-        return subprocess.Popen(["true"])
-
-    monkeypatch.setattr(Followers, "_start", nothing)
-    followers = Followers(2)
-    followers.kill()
-    assert refused == [errno.EADDRINUSE]
 
 
 def test_a_signal_to_all_processes_does_not_end_a_rank_that_starts():

@@ -34,13 +34,6 @@ def test_a_tensor_arrives_as_it_is():
     assert torch.equal(decoded(encoded({"a": tensor})[1])["a"], tensor)
 
 
-def test_a_message_goes_with_its_length():
-    length, data = encoded(("step", 3))
-    assert (length.dtype, data.dtype) == (torch.int64, torch.uint8)
-    assert length.tolist() == [len(data)]
-    assert decoded(data) == ("step", 3)
-
-
 class Alone(Messages):
     """The messages of a group of which only this process is there."""
 
@@ -80,14 +73,6 @@ def test_a_broken_exchange_is_the_end_of_another_rank():
         RankLostError, match=r"^rank 1 hangs in an exchange, which took longer than parallel.timeout_s=5"
     ):
         messages.attempt(lambda: fail(RuntimeError("Timed out waiting 5000ms")))
-
-
-def test_calls_are_made_one_after_another():
-    waiter, made = Waiter(), []
-    waiter.wait(lambda: made.append(1))
-    waiter.wait(lambda: made.append(2))
-    assert made == [1, 2]
-    waiter.close()
 
 
 def test_an_error_of_the_call_is_raised():

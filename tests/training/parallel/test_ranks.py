@@ -37,8 +37,7 @@ def test_one_device_computes_all_and_adds_nothing():
     share = ALONE.hand_out(3, shares_of(batch(5), 1, 2, examples_in))
     assert (share.weights, share.total, share.first) == ((3, 2), 5, 0)
     assert torch.equal(torch.cat(share.parts), batch(5))
-    assert ALONE.hand_out_evaluation([1, 2]) == [1, 2]
-    assert ALONE.collect_evaluation(None) is None
+    assert ALONE.evaluate([1, 2], lambda parts: parts[::-1], "evaluate") == [2, 1]
     norms = {}
     assert ALONE.reduce(nn.Linear(1, 1), norms) is norms
     assert ALONE.measured({"a": 1.0}) == [{"a": 1.0}]

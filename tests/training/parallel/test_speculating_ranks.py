@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import nn
 
-from offload.speculation.updates import SpeculativeOverlap
 from tests.offload.helpers.updates import decides_in_time
 from tests.training.helpers.in_process import run_here
 from tests.training.helpers.results import content, curve
 from tests.training.parallel.conftest import RUN, run_ranks
-from training.parallel.ranks import RankLostError, Ranks
+from training.parallel.ranks import Ranks
 from training.run import loop
 from training.runs.records import read_metrics
 
@@ -85,27 +81,6 @@ def test_ranks_that_speculate_save_what_one_device_does(
     assert all(record["optimizer/speculated"] > 0 for record in records[2:])
 
 
-@pytest.mark.slow
-def test_a_run_moves_to_ranks_that_speculate_and_back(tmp_path: Path, one: Path):
-    two, back = tmp_path / "two", tmp_path / "back"
-    streamed = (*CLIPPED, "offload=layer_stream", "optimizer.speculate=on")
-    run_ranks(two, *streamed, *TWO, f"resume={at(one, 1)}", "steps=4")
-    assert content(at(two, 4)) == content(at(one, 4))
-    run_here(back, *RUN, *streamed, "microbatches=2", f"resume={two}")
-    assert content(at(back, 6)) == content(at(one, 6))
-
-
-@pytest.mark.slow
-def test_all_ranks_go_by_the_norm_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The other rounds it otherwise, as a device of another kind may."""
-    norm_of = loop.gradient_norm
-    monkeypatch.setattr(loop, "gradient_norm", lambda *of: norm_of(*of) * 1.01)
-    one, two = tmp_path / "one", tmp_path / "two"
-    run_here(one, *RUN, *CLIPPED, "microbatches=2", "steps=4")
-    run_ranks(two, *CLIPPED, *TWO, "offload=layer_stream", "steps=4")
-    assert content(at(two, 4)) == content(at(one, 4))
-
-
 class _Spoil(torch.autograd.Function):
     """The weight as it is; the last element of its gradient is infinite."""
 
@@ -151,27 +126,3 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_undone_on_all(
     for step in range(3, 7):
         assert content(at(two, step)) == content(at(one, step))
     assert read_metrics(two)[3]["optimizer/undone"] == 1.0
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_before_it_undoes_leaves_its_checkpoint_to_resume_from(
-    tmp_path: Path, one: Path, monkeypatch: pytest.MonkeyPatch
-):
-    begun, offer_all = [], SpeculativeOverlap.offer_all
-
-    def kill_in_third_step(self, scale: float) -> None:
-        begun.append(scale)
-        if len(begun) == 3:
-            assert self._attempts
-            (other,) = psutil.Process().children()
-            os.kill(other.pid, signal.SIGKILL)
-        offer_all(self, scale)
-
-    keys = (*CLIPPED, *TWO, "offload=layer_stream")
-    with monkeypatch.context() as patch:
-        patch.setattr(SpeculativeOverlap, "offer_all", kill_in_third_step)
-        with pytest.raises(RankLostError, match=r"^rank 1: its process was killed \(SIGKILL\)"):
-            run_ranks(tmp_path, *keys)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001", "step-00000002"]
-    run_ranks(tmp_path, *keys, "resume=auto")
-    assert content(at(tmp_path, 6)) == content(at(one, 6))

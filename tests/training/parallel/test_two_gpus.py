@@ -171,18 +171,17 @@ def trained(rank: int, folder: Path, count: int, late: str, links: str) -> None:
             patch.setattr(exchanges, name, late_exchange(getattr(exchanges, name)))
         streams = acquire(device)
         sharers = ranks.sharers(count > 1)
-        mode.attach(model, streams, sharers)
+        attached = mode.attach(model, streams, sharers)
         if count > 1:
-            assert type(mode._streamer.filler._links) is (CopyLinks if links == "copies" else Links)
+            assert type(attached._streamer.filler._links) is (CopyLinks if links == "copies" else Links)
         optimizer = HostAdamW(model.parameters(), **SETTINGS, threads=2, decay_norms_and_biases=False)
-        mode.divide(optimizer)
-        mode.overlap(optimizer, True)
+        attached.overlap(optimizer, True)
         optimizer.allocate()
         for step in range(5):
-            with mode.step(norms=links == "collectives"):
-                mode.accumulate([partial(loss_of, step, index) for index in microbatches])
+            with attached.step(norms=links == "collectives"):
+                attached.accumulate([partial(loss_of, step, index) for index in microbatches])
             if count > 1:
-                ranks.reduce(model, mode.gradient_norms(), mode.summed_parameters())
+                ranks.reduce(model, attached.gradient_norms(), attached.summed_parameters())
             optimizer.step()
             optimizer.zero_grad()
         optimizer.finish()
@@ -193,7 +192,7 @@ def trained(rank: int, folder: Path, count: int, late: str, links: str) -> None:
         found += [*model.state_dict().values()]
         torch.save([tensor.cpu().clone() for tensor in found], folder / f"{rank}.pt")
         meet(sharers, "the end")
-        mode.detach()
+        attached.detach()
         release(streams)
         if count > 1:
             ranks.messages.leave()

@@ -96,15 +96,6 @@ def test_changes_that_keep_the_numbers_come_first_unless_they_do_not_suffice(pla
 
 
 @pytest.mark.slow
-def test_moments_of_half_the_size_need_the_optimizer_that_has_them(plans):
-    job = ("offload=layer_stream", "model.intermediate_size=1024", "seq_len=16", "batch_size=1", "vram_budget=1MiB")
-    assert "optimizer=host_adamw optimizer.state_dtype=bf16" in advised(
-        plans, *job, "optimizer=adamw", budget="host_budget"
-    )
-    assert " optimizer.state_dtype=bf16" not in advised(plans, *job, "optimizer=host_adamw", budget="host_budget")
-
-
-@pytest.mark.slow
 def test_another_mode_is_not_advised_where_the_command_line_has_keys_that_it_lacks(plans):
     job = ("model.intermediate_size=1024", "seq_len=16", "batch_size=1", "optimizer=host_adamw")
     assert "offload=none" in advised(plans, "offload=layer_stream", *job, budget="host_budget")

@@ -158,13 +158,6 @@ def test_updates_leave_cores_of_the_ranks_unless_a_number_is_given(
     assert components.config.optimizer.threads == (None if given == "null" else 3)
 
 
-@pytest.mark.parametrize("of_rank", [None, 2])
-def test_optimizers_of_torch_take_no_number_of_threads(of_rank: int | None):
-    components = components_of(*TINY_RUN, "offload=none", "optimizer=adamw")
-    with acquired(components.device) as streams, attached(components, streams):
-        assert isinstance(build_optimizer(components, cores=of_rank), torch.optim.Optimizer)
-
-
 @pytest.mark.parametrize(
     ("device", "share", "budget", "placed"),
     [

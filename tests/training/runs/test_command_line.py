@@ -51,12 +51,6 @@ def test_the_directory_of_a_run_has_no_options(tmp_path: Path, flag: str):
         for_hydra([flag, str(tmp_path), "--config-name", "config"])
 
 
-@pytest.mark.parametrize("override", ["hydra.run.dir=", "hydra.sweep.dir=''", '++hydra.run.dir=""'])
-def test_a_directory_without_a_name_is_not_the_working_directory(override: str):
-    with pytest.raises(UserError, match=rf"^{re.escape(override)}: names no directory: give one, hydra\.run\.dir="):
-        for_hydra(["steps=1", override])
-
-
 @pytest.mark.parametrize("override", ["offload=[none]", "+model=[tiny,gpt2]", "offload@offload.weights=[none]"])
 def test_a_group_takes_one_option(override: str):
     """Hydra would merge those of a list, and a run asks for the name."""

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import pty
-import select
-import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
-from tests.training.helpers.held_run import start_held
-from tests.training.helpers.in_process import TINY_RUN, signals_as_before
+from tests.training.helpers.in_process import signals_as_before
 from training.runs.failures import failures_recorded
-from training.runs.records import read_metrics, read_summary
 
 # Writes to the console in every way in which a run does; its log file tells what went wrong.
 PROGRAM = """
@@ -103,11 +96,6 @@ def test_whatever_is_lost_a_program_ends_well_and_its_log_says_so(tmp_path: Path
         assert result.stdout.endswith("the last words, \\udc80 among them")
 
 
-def test_with_unbuffered_output_a_console_may_fail_too(tmp_path: Path):
-    assert shell(tmp_path, "| head -1", "-u").returncode == 0
-    assert (tmp_path / "done").exists()
-
-
 def test_a_pipe_that_another_program_made_non_blocking_loses_nothing(tmp_path: Path):
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -158,72 +146,3 @@ def test_what_is_lost_is_noted_once_and_not_in_the_log_of_an_earlier_run(tmp_pat
     assert [record.message.partition(":")[0] for record in caplog.records] == ["stdout is lost (Broken pipe)"]
     for descriptor in (write, null):
         os.close(descriptor)
-
-
-RUN = (*TINY_RUN, "dataset=synthetic", "log_every=1", "checkpoint.every=3")
-
-
-@pytest.mark.parametrize("redirections", ["| head -1", "> /dev/full 2> /dev/full"])
-@pytest.mark.slow
-def test_a_run_without_a_console_is_complete(tmp_path: Path, redirections: str):
-    """The first line of a pipe is the plan's, and the pipe breaks while the rest is printed."""
-    overrides = (*RUN, "tracking=offline", f"hydra.run.dir={tmp_path}")
-    command = [*piped(redirections), sys.executable, "train.py", *overrides]
-    environment = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert read_summary(tmp_path)["status"] == "ok"
-    assert [record["train/step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000003", "step-00000006"}
-    log = (tmp_path / "train.log").read_text()
-    assert "stdout is lost" in log
-    assert "tracking stopped" not in log
-    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nohup", [False, True])
-def test_a_closed_terminal_ends_a_run_that_is_saved_unless_nohup_was_asked_for(tmp_path: Path, nohup: bool):
-    master, slave = pty.openpty()
-
-    def own_terminal() -> None:
-        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-
-    # Under nohup the run goes on for some steps more, once the terminal is closed.
-    steps = 60 if nohup else 10**6
-    overrides = (*RUN, f"steps={steps}", "checkpoint.every=1000000", f"hydra.run.dir={tmp_path}")
-    # A terminal without a size shows no bar.
-    termios.tcsetwinsize(slave, (24, 80))
-    process = start_held(
-        *overrides,
-        step=3 if nohup else 0,
-        until=tmp_path / "closed",
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-        preexec_fn=own_terminal,
-    )
-    os.close(slave)
-    metrics = tmp_path / "metrics.jsonl"
-    try:
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert process.poll() is None
-            if select.select([master], [], [], 0.05)[0]:
-                os.read(master, 4096)
-        os.close(master)
-        (tmp_path / "closed").touch()
-        assert process.wait(300) == 0
-    finally:
-        process.kill()
-    summary = read_summary(tmp_path)
-    log = (tmp_path / "train.log").read_text()
-    if nohup:
-        assert (summary["status"], summary["steps"]) == ("ok", steps)
-        assert "stdout is lost (Input/output error)" in log
-        return
-    assert summary["status"] == "stopped"
-    folder = tmp_path / "checkpoints" / f"step-{summary['steps']:08d}"
-    assert summary["reason"] == f"SIGHUP: resume with resume={folder}"
-    assert folder.is_dir()

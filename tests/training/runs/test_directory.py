@@ -17,7 +17,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.training.helpers.in_process import ROOT, TINY_RUN, run_here, train_tiny
-from tests.training.helpers.sweeps import wait_for_metrics
 from training.comparison.runs import read_run
 from training.errors import UserError
 from training.runs import directory
@@ -87,16 +86,6 @@ def test_the_folder_of_the_program_takes_no_run():
 
 
 @pytest.mark.slow
-def test_a_refused_plan_leaves_an_earlier_plan_as_it_was(tmp_path: Path):
-    train_tiny(tmp_path, "plan=true")
-    before = content(tmp_path)
-    train_tiny(tmp_path, "plan=true", "offload=bounce_linear", "offload.resident=99", status=1)
-    assert content(tmp_path) == before
-    train_tiny(tmp_path, "plan=true", "offload=layer_stream")
-    assert read_run(tmp_path).choices["offload"] == "layer_stream"
-
-
-@pytest.mark.slow
 def test_a_run_that_is_refused_in_a_directory_of_its_own_says_why_there(tmp_path: Path):
     train_tiny(tmp_path, "steps=-1", "offload=layer_stream", status=1)
     run = read_run(tmp_path)
@@ -114,26 +103,6 @@ def test_a_run_says_what_it_was_composed_of(finished: Path):
     made_of = yaml.safe_load((finished / "choices.yaml").read_text())
     assert made_of["choices"]["dataset"] == "synthetic"
     assert made_of["overrides"] == [*TINY_RUN, "checkpoint.every=3"]
-
-
-@pytest.mark.slow
-def test_a_second_run_leaves_the_files_of_the_first_alone(tmp_path: Path):
-    written = ("config.yaml", "choices.yaml", "plan.json", "hardware.json", "train.log")
-    with open(tmp_path / "output", "w") as output:
-        endless = [sys.executable, "train.py", *TINY_RUN, "steps=1000000", "log_every=1", f"hydra.run.dir={tmp_path}"]
-        first = subprocess.Popen(endless, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        wait_for_metrics(first, tmp_path, tmp_path / "output")
-        before = content(tmp_path)
-        assert f"(process {first.pid})" in train_tiny(tmp_path, "offload=layer_stream", "seed=7", status=1)
-        after = content(tmp_path)
-        assert after.keys() == before.keys()
-        assert {name: after.get(name) for name in written} == {name: before.get(name) for name in written}
-        assert after["metrics.jsonl"].startswith(before["metrics.jsonl"])
-        assert (read_run(tmp_path).status, read_run(tmp_path).choices["offload"]) == ("running", "none")
-    finally:
-        first.kill()
-        first.wait()
 
 
 def test_a_new_run_does_not_mix_with_the_metrics_of_another(tmp_path: Path, finished_once: Path):
@@ -178,14 +147,6 @@ def test_what_counts_as_results(tmp_path: Path, files: dict[str, str], holds: bo
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert holds_results(tmp_path) is holds
-
-
-def test_checkpoints_may_lie_elsewhere(tmp_path: Path):
-    (tmp_path / "large").mkdir()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")
-    run_here(tmp_path / "run", *TINY_RUN, "checkpoint.every=3")
-    assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["step-00000003", "step-00000006"]
 
 
 def test_the_lock_goes_with_its_process(tmp_path: Path):

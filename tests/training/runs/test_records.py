@@ -2,14 +2,11 @@ import errno
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
 
 from training.errors import UserError
 from training.runs.records import MetricsWriter, read_metrics, read_summary, write_summary
-
-needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 
 
 def test_records_are_read_back_in_order(tmp_path):
@@ -96,18 +93,6 @@ def test_missing_files_are_named(tmp_path):
         read_metrics(tmp_path)
     with pytest.raises(UserError, match=r"summary\.json: no such file"):
         read_summary(tmp_path)
-
-
-@needs_dev_full
-def test_a_full_disk_is_one_clear_line(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(UserError) as error:
-        writer.write({"train/step": 1})
-    assert str(tmp_path) in str(error.value)
-    assert "full" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):

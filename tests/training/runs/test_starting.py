@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,21 +49,12 @@ def test_a_python_without_the_libraries_is_one_line():
     [
         ("train.py", "hydra"),
         ("scripts/generate.py RUN PROMPT", "torch"),
-        ("scripts/export.py RUN OUT", "torch"),
-        ("scripts/compare.py DIR", "yaml"),
-        ("scripts/probe.py --dry-run", "torch"),
     ],
 )
 def test_a_program_ends_where_an_import_swallows_ctrl_c(tmp_path: Path, command: str, library: str):
     (tmp_path / f"{library}.py").write_text(SWALLOWS + "raise SystemExit('the import ran on')")
     ended = run(*command.split(), PYTHONPATH=str(tmp_path))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
-
-
-def test_after_the_imports_ctrl_c_is_an_exception_again():
-    script = "\nfrom training.runs import starting\nstarting.end_on_interrupt()\nstarting.interrupt_as_usual()"
-    ended = run("-c", script + SWALLOWS + "print('caught')")
-    assert (ended.returncode, ended.stdout) == (0, "caught\n")
 
 
 INTERRUPTED = """
@@ -80,17 +70,6 @@ with starting.interrupt_in_one_line():
 def test_an_interrupted_program_cleans_up_and_ends_with_one_line():
     ended = run("-c", INTERRUPTED)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "cleaned\n", "error: interrupted\n")
-
-
-def test_in_the_background_ctrl_c_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        starting.end_on_interrupt()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        starting.interrupt_as_usual()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

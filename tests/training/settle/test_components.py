@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from torch import nn
 from models.llama import Llama
 from offload.optimizer.adamw import HostAdamW
 from offload.streams import registry
-from tests import ROOT
 from tests.test_any_model import GPT2
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.config.modes import mode_options
@@ -72,18 +69,6 @@ def test_a_dry_run_leaves_the_model_as_it_was(mode: str):
     assert components.model.lm_head.weight is components.model.model.embed_tokens.weight
     assert all(parameter.grad is None for parameter in components.model.parameters())
     assert hooks(components.model) == []
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.slow
-def test_a_mode_attaches_to_a_device_after_a_dry_run(mode: str):
-    components = components_under(mode, TIED)
-    dry_step(components, has_gpu=False)
-    with acquired("cpu") as streams:
-        components.mode.attach(components.model, streams)
-        assert not any(tensor.is_meta for tensor in components.model.parameters())
-        assert components.model.lm_head.weight is components.model.model.embed_tokens.weight
-        components.mode.detach()
 
 
 @pytest.mark.parametrize("mode", ["none", "bounce_linear", "shard_offload", "layer_stream_swap"])
@@ -148,20 +133,6 @@ def test_streams_are_released_after_an_error():
     with pytest.raises(ArithmeticError):
         fail_inside()
     assert registry.holders("cpu") == 0
-
-
-QUIET = """
-from tests.training.helpers.in_process import components_of
-
-components_of("model=hf", "model.source=gpt2", "model.overrides={n_layer: 1}", "dataset=synthetic")
-"""
-
-
-@pytest.mark.slow
-def test_a_model_of_transformers_is_made_without_a_word_of_the_quantisers():
-    ended = subprocess.run([sys.executable, "-c", QUIET], cwd=ROOT, capture_output=True, text=True, check=True)
-    # torch itself remarks on an enumeration of torchao.
-    assert (ended.stdout, [line for line in ended.stderr.splitlines() if "_pytree.py" not in line]) == ("", [])
 
 
 def test_an_attention_without_backward_on_a_cpu_is_refused():

@@ -62,15 +62,6 @@ def slurm(folder: Path, *arguments: str, lost: str) -> Sweep:
     return Sweep(start(folder, *command, environment=environment), folder / "sweep")
 
 
-@pytest.mark.slow
-def test_every_job_is_the_sweep_s_command_in_a_fresh_process(sweep: Sweep):
-    jobs = [sweep.seen(number) for number in range(3)]
-    assert len({job["pid"] for job in jobs} | {sweep.pid}) == 4
-    assert not any(job["torch"] for job in jobs)
-    assert [(job["number"], job["note"]) for job in jobs] == [(number, "[a, b]") for number in range(3)]
-    assert len({job["group"] for job in jobs}) == 1
-
-
 def test_the_comparison_shows_how_each_job_ended(sweep: Sweep):
     rows = [tuple(sweep.row(number)[column] for column in ("name", "status", "why")) for number in range(3)]
     assert rows == [
@@ -84,19 +75,6 @@ def test_the_comparison_shows_how_each_job_ended(sweep: Sweep):
     lines = sweep.stdout.splitlines()
     assert {"job 0: ok", "job 1: failed: ValueError: a broken [job]"} <= {*lines}
     assert any(line.startswith("job 0 is local's job ") for line in lines)
-
-
-@pytest.mark.slow
-def test_finished_jobs_are_left_alone(tmp_path: Path):
-    write_script(tmp_path)
-    command = (*LOCAL, "act=ok,once")
-    first = Sweep(start(tmp_path, *command), tmp_path / "sweep")
-    assert first.exit_status == 1
-    pids = [first.seen(number)["pid"] for number in range(2)]
-    again = Sweep(start(tmp_path, *command, "resume=auto"), tmp_path / "sweep")
-    assert again.exit_status == 0, again.stderr
-    assert [again.seen(number)["pid"] == pid for number, pid in enumerate(pids)] == [True, False]
-    assert again.stdout.count("finished earlier, and not run again") == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import psutil
@@ -84,28 +83,6 @@ def test_a_job_is_asked_earlier_so_that_it_has_saved_when_its_time_is_over(tmp_p
     assert late.outcome == ("stopped", "hydra.launcher.timeout_min=0.1 was over: SIGTERM")
 
 
-def test_a_signal_that_comes_on_another_thread_ends_a_wait_without_limit(tmp_path: Path, monkeypatch):
-    """Such a signal interrupts no call of the system, as one that comes before the call does not."""
-    wait, waits = SweepJob._wait, threading.Event()
-
-    def noted(*arguments) -> None:
-        waits.set()
-        wait(*arguments)
-
-    def interrupt() -> None:
-        waits.wait()
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-
-    monkeypatch.setattr(SweepJob, "_wait", noted)
-    endless = job(tmp_path, timeout_min=None)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        endless.run(["sleep", "60"], ENVIRONMENT)
-    thread.join()
-    assert endless.exit_status == -signal.SIGTERM
-
-
 def test_a_job_that_nobody_saw_end_is_a_row_unless_there_are_results(tmp_path: Path):
     lost = job(tmp_path / "empty")
     lost.lose("12 ended as NODE_FAIL")
@@ -132,18 +109,6 @@ def test_a_job_whose_process_cannot_start_is_a_row(tmp_path: Path):
     assert not lost.succeeded
     reason = "its process could not be started (No such file or directory)"
     assert read_summary(tmp_path) == {"status": "failed", "reason": reason}
-
-
-@pytest.mark.parametrize("limit", ["0", "-1", "inf", "nan"])
-@pytest.mark.slow
-def test_a_limit_that_is_none_starts_no_job(tmp_path: Path, limit: str):
-    write_script(tmp_path)
-    process = start(tmp_path, "-m", "act=ok", f"hydra.launcher.timeout_min={limit}", "hydra.sweep.dir=sweep")
-    done = Sweep(process, tmp_path / "sweep")
-    assert done.exit_status == 1
-    assert done.stderr.startswith("error: hydra.launcher.timeout_min=")
-    assert done.stderr.endswith(": must be minutes above 0, or null for no limit\n")
-    assert not (tmp_path / "sweep" / "0").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")

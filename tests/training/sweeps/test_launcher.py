@@ -132,19 +132,6 @@ def test_a_job_is_told_its_directory_and_resolves_what_else_refers_to_others(tmp
     assert done.seen(directory)["note"] == "a"
 
 
-def test_a_comparison_that_fails_does_not_hide_how_the_jobs_ended(tmp_path):
-    write_script(tmp_path)
-    # Where the table should go there is a folder.
-    (tmp_path / "sweep" / "compare.csv").mkdir(parents=True)
-    done = Sweep(start(tmp_path, "-m", "act=ok,refuse", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
-    assert done.exit_status == 1
-    assert {"job 0: ok", "job 1: failed: act=refuse: take another"} <= {*done.stdout.splitlines()}
-    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-    assert warning.startswith("warning: the comparison failed (")
-    assert warning.endswith("; try again: python scripts/compare.py sweep")
-    assert done.stderr.splitlines()[-1] == "error: job 1 failed: act=refuse: take another"
-
-
 def test_a_sweep_that_does_not_compose_starts_no_job(tmp_path):
     write_script(tmp_path)
     done = Sweep(start(tmp_path, "-m", "kind=plain,other", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
