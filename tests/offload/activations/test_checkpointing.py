@@ -131,41 +131,9 @@ def test_a_block_listed_twice_is_wrapped_once(models: tuple[Stack, Stack]) -> No
     assert "forward" not in vars(model.blocks[0])
 
 
-def test_a_copy_of_the_model_runs_its_own_weights(models: tuple[Stack, Stack]) -> None:
-    _, model = models
-    average = copy.deepcopy(model).eval()
-    x = torch.randn(5, 8)
-    before = average(x)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(average(x), before)
-
-
 def test_state_dict_names_do_not_change(models: tuple[Stack, Stack]) -> None:
     plain, recomputing = models
     assert list(plain.state_dict()) == list(recomputing.state_dict())
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [
-        lambda: nn.BatchNorm1d(4),
-        lambda: nn.BatchNorm1d(4, momentum=None),
-        lambda: nn.InstanceNorm1d(4, track_running_stats=True),
-    ],
-)
-def test_running_statistics_are_counted_once(norm: Callable[[], nn.Module]) -> None:
-    plain = nn.Sequential(nn.Conv1d(4, 4, 1), norm(), nn.Tanh())
-    recomputing = copy.deepcopy(plain)
-    recompute([recomputing])
-    for model in (plain, recomputing):
-        for step in range(2):
-            model(torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(step))).sum().backward()
-    for one, other in zip(plain.buffers(), recomputing.buffers(), strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
 
 
 def leaky_checkpoint(function: Callable, *arguments: object, **options: object) -> object:

@@ -198,15 +198,10 @@ def test_auto_settles_in_a_few_steps_on_most_of_what_can_be_hidden(hideable: flo
     assert max(shares) <= max(1.6 * hideable, 0.2)
 
 
-def test_auto_swaps_everything_where_that_costs_no_time():
+@pytest.mark.parametrize(("hideable", "share"), [(2.0, 1.0), (0.001, 0.0)])
+def test_auto_swaps_all_or_nothing_where_that_costs_no_time_or_hides_none(hideable: float, share: float):
     policy = AutomaticBudget()
-    assert run(policy, 2.0, 16)[-1] == 1.0
-    assert not policy.measures
-
-
-def test_auto_swaps_little_where_nothing_can_be_hidden():
-    policy = AutomaticBudget()
-    assert run(policy, 0.001, 12)[-1] == 0.0
+    assert run(policy, hideable, 16)[-1] == share
     assert not policy.measures
 
 

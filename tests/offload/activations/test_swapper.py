@@ -127,17 +127,6 @@ def test_a_tensor_that_is_too_small_is_swapped_with_its_storage(streams: registr
     assert swap.released_bytes == 96 * 4
 
 
-def test_views_of_other_types_share_the_copy(swap: Swap):
-    whole = torch.randn(512)
-    halves = whole.view(torch.int16)[2:200]
-    expected = halves.clone()
-    scalar, seen = save(swap, whole, halves)
-    assert swap.swapped_bytes == whole.nbytes + 4
-    del whole, halves
-    scalar.backward()
-    assert torch.equal(seen[0][1], expected)
-
-
 def test_a_tensor_that_others_reference_keeps_its_memory_and_is_not_counted_as_released(swap: Swap):
     """Examples are the residual, a rope table, and a tensor that the caller reads later."""
     for step in range(3):
@@ -151,14 +140,6 @@ def test_a_tensor_that_others_reference_keeps_its_memory_and_is_not_counted_as_r
         assert swap.swapped_bytes == 256 + 4 * (step + 1)
     assert swap.telemetry.h2d_bytes == 0
     assert swap.released_bytes == 0
-
-
-def test_a_tensor_that_others_referenced_is_swapped_again_in_another_shape(swap: Swap):
-    for size, step in ((8, 0), (9, 1)):
-        with swap.step():
-            held = torch.ones(size, 8)
-            save(swap, held)[0].backward()
-        assert swap.swapped_bytes == sum(32 * s for s in range(8, size + 1)) + 4 * (step + 1)
 
 
 def test_parameters_their_views_and_kept_storages_are_never_swapped(swap: Swap):
@@ -175,35 +156,29 @@ def test_parameters_their_views_and_kept_storages_are_never_swapped(swap: Swap):
         assert swap.swapped_bytes == inputs.nbytes
 
 
-def test_a_tensor_that_is_excluded_twice_is_excluded_until_the_end_of_both(swap: Swap):
-    shared = torch.randn(4)
-    with swap.excluding([shared]):
-        with swap.excluding([shared]):
-            pass
-        save(swap, shared, flush=False)
-        assert swap.swapped_bytes == 0
-    save(swap, shared, flush=False)
-    assert swap.swapped_bytes == 16
+class Marked(torch.Tensor):
+    """A subclass."""
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.randn(15), torch.ones(1).expand(64), torch.eye(64).to_sparse(), torch.randn(64, device="meta")],
-    ids=["small", "small but for its expansion", "sparse", "another device"],
-)
+STAYING = {
+    "small": torch.randn(15),
+    "small but for its expansion": torch.ones(1).expand(64),
+    "sparse": torch.eye(64).to_sparse(),
+    "another device": torch.randn(64, device="meta"),
+    "without memory": torch._efficientzerotensor((4, 8)),
+    "a subclass": torch.randn(64).as_subclass(Marked),
+}
+
+
+@pytest.mark.parametrize("tensor", STAYING.values(), ids=STAYING)
 def test_small_sparse_and_foreign_tensors_stay(tensor: torch.Tensor, streams: registry.Streams):
     swap = Swap(streams, min_bytes=64)
-    scalar, seen = save(swap, tensor)
+    scalar, seen = save(swap, tensor, flush=False)
     scalar.backward()
     assert swap.swapped_bytes == 0
-    assert seen[0][0].layout == tensor.layout
-
-
-def test_tensors_without_memory_stay(swap: Swap):
-    scalar, seen = save(swap, torch._efficientzerotensor((4, 8)), flush=False)
-    scalar.backward()
-    assert swap.swapped_bytes == 0
-    assert torch.equal(seen[0][0], torch.zeros(4, 8))
+    ((found,),) = seen
+    assert (type(found), found.layout, found.shape) == (type(tensor), tensor.layout, tensor.shape)
+    assert found.is_meta or torch.equal(found, tensor)
 
 
 def test_memory_goes_back_behind_its_copy_on_the_stream_that_it_was_for(streams: registry.Streams):
@@ -236,16 +211,6 @@ def test_what_comes_back_is_memory_of_the_stream_that_uses_it(streams: registry.
     first.backward()
     for seen, tensor in zip((seen_first, seen_second, seen_third), expected, strict=True):
         assert torch.equal(seen[0][0], tensor)
-
-
-def test_subclasses_stay(swap: Swap):
-    class Marked(torch.Tensor):
-        pass
-
-    scalar, seen = save(swap, torch.randn(64).as_subclass(Marked), flush=False)
-    scalar.backward()
-    assert swap.swapped_bytes == 0
-    assert type(seen[0][0]) is Marked
 
 
 @pytest.mark.parametrize("edit", ["add_", "through a view", "through its base", "copy_"])

@@ -49,24 +49,23 @@ def assert_same_as_without(run: Callable[[Swap | None], list[torch.Tensor]], swa
     assert_nothing_is_left(swap)
 
 
-def test_retained_graphs_can_be_used_again(swap: Swap):
-    def run(swap: Swap | None) -> list[torch.Tensor]:
-        model = network()
-        loss = loss_of(model, swap, inputs())
-        for retain in (True, True, False):
-            loss.backward(retain_graph=retain)
-        return [parameter.grad for parameter in model.parameters()]
-
-    assert_same_as_without(run, swap)
+def used_again(swap: Swap | None) -> list[torch.Tensor]:
+    model = network()
+    loss = loss_of(model, swap, inputs())
+    for retain in (True, True, False):
+        loss.backward(retain_graph=retain)
+    return [parameter.grad for parameter in model.parameters()]
 
 
-def test_double_backward(swap: Swap):
-    def run(swap: Swap | None) -> list[torch.Tensor]:
-        model, leaf = network(), inputs().requires_grad_()
-        (slope,) = torch.autograd.grad(loss_of(model, swap, leaf), leaf, create_graph=True)
-        slope.square().sum().backward()
-        return [leaf.grad, *(parameter.grad for parameter in list(model.parameters())[:-1])]
+def differentiated_twice(swap: Swap | None) -> list[torch.Tensor]:
+    model, leaf = network(), inputs().requires_grad_()
+    (slope,) = torch.autograd.grad(loss_of(model, swap, leaf), leaf, create_graph=True)
+    slope.square().sum().backward()
+    return [leaf.grad, *(parameter.grad for parameter in list(model.parameters())[:-1])]
 
+
+@pytest.mark.parametrize("run", [used_again, differentiated_twice])
+def test_a_graph_that_is_kept(run: Callable, swap: Swap):
     assert_same_as_without(run, swap)
 
 
@@ -244,17 +243,16 @@ def copies_in(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return log
 
 
-def test_tensors_saved_before_are_copied_in_ahead_of_use(streams: registry.Streams, monkeypatch: pytest.MonkeyPatch):
-    log = copies_in(Swap(streams, prefetch_bytes=2500), monkeypatch)
-    # The last one saved is still copied out, and comes back as a view of itself. Two others fit ahead.
-    assert log == [[1006, 1005], [1004], [1003], [1002], [1001], [1000], [], []]
-
-
-def test_without_prefetch_a_copy_is_made_when_it_is_asked_for(
-    streams: registry.Streams, monkeypatch: pytest.MonkeyPatch
-):
-    log = copies_in(Swap(streams, prefetch_bytes=0), monkeypatch)
-    assert log == [[], *([1000 + number] for number in range(6, -1, -1))]
+@pytest.mark.parametrize(
+    ("prefetch_bytes", "expected"),
+    [
+        # The last one saved is still copied out, and comes back as a view of itself. Two others fit ahead.
+        (2500, [[1006, 1005], [1004], [1003], [1002], [1001], [1000], [], []]),
+        (0, [[], *([1000 + number] for number in range(6, -1, -1))]),
+    ],
+)
+def test_tensors_saved_before_are_copied_in_ahead_of_use(prefetch_bytes: int, expected: list, streams, monkeypatch):
+    assert copies_in(Swap(streams, prefetch_bytes=prefetch_bytes), monkeypatch) == expected
 
 
 def test_tensors_are_prefetched_in_the_order_in_which_the_step_before_used_them(
@@ -371,14 +369,3 @@ def test_backward_and_its_end_may_come_from_other_threads(swap: Swap):
     run(None, plain)
     assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
     assert_nothing_is_left(swap)
-
-
-def test_autocast(swap: Swap):
-    def run(swap: Swap | None) -> list[torch.Tensor]:
-        model = network()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, swap, inputs())
-        loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    assert_same_as_without(run, swap)

@@ -98,17 +98,6 @@ def test_a_wrapper_around_a_removed_forward_stays_and_opens_nothing(log: Log):
     assert log.events == []
 
 
-def test_a_copy_of_a_wrapped_module_computes_with_its_own_weights(log: Log):
-    module = nn.Linear(4, 4)
-    WrappedForward(module, log.runner("window"))
-    other = copy.deepcopy(module)
-    with torch.no_grad():
-        module.weight.zero_()
-    assert torch.equal(other(INPUTS), nn.functional.linear(INPUTS, other.weight, other.bias))
-    assert other.weight.abs().sum() > 0
-    assert log.events == []
-
-
 def test_a_recompute_opens_the_context_of_a_wrapped_forward_again_and_that_of_hooks_not(log: Log):
     module = nn.Linear(4, 4)
     WrappedForward(module, log.runner("window"))
