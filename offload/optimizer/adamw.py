@@ -33,19 +33,17 @@ BEGUN = "updates of this step have begun inside backward, without it: let update
 
 
 class Deferral(Protocol):
-    """Makes some of an optimizer's updates beside the caller."""
+    """Makes some of an optimizer's updates beside the caller.
 
-    def offer_all(self, scale: float) -> None:
-        """Claims and starts its updates."""
-        ...
+    `offer_all` claims and starts its updates. `skip` takes back those of this step that it can take back. `finish`
+    waits for its updates, and takes back those of which it is not decided yet whether they count.
+    """
 
-    def skip(self) -> None:
-        """Takes back the updates of this step that it can take back."""
-        ...
+    def offer_all(self, scale: float) -> None: ...
 
-    def finish(self) -> None:
-        """Waits for its updates, and takes back those of which it is not decided yet whether they count."""
-        ...
+    def skip(self) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class Member(NamedTuple):
@@ -58,16 +56,16 @@ class Member(NamedTuple):
 class HostAdamW(torch.optim.AdamW):
     """torch's AdamW with masters, in which each parameter may be updated as soon as its gradient is there.
 
-    `step()` is that of any torch optimizer. Before it, `update(parameters)` may update some of them already. `claim`
-    and `apply` split that in two: a claim is taken where gradients land and applied later, on another thread, after a
-    scheduler has changed the settings and `zero_grad` has dropped the gradient. Each parameter is claimed once a step,
-    which `step` or `skip` ends. Updates of different parameters may be applied in any order.
+    `step()` is that of any torch optimizer. Before it, `update(parameters)` may update some already, or in two parts: a
+    `claim` is taken where gradients land, and `apply` makes it later, on another thread, after a scheduler has changed
+    the settings and `zero_grad` has dropped the gradient. Each parameter is claimed once a step, which `step` or `skip`
+    ends. Updates of different parameters may be applied in any order.
 
     A bf16 or fp16 parameter is updated through a float32 master (Micikevicius et al. 2018), because without one an
-    update below its resolution is lost; float32 parameters are updated in place. `offload.optimizer.states` describes
-    the state of a parameter. `allocate` makes it, or the first update, from the parameter's value then. A parameter
-    that is written later counts as it is then (a bf16 one together with the remainder that it had, less than its last
-    bit); but an fp16 one is overwritten by its master. A parameter without a gradient is left alone.
+    update below its resolution is lost; float32 parameters are updated in place. `allocate`, or the first update, makes
+    a parameter's state (see `offload.optimizer.states`) from its value then. One that is written later counts as it is
+    then (a bf16 one together with the remainder that it had, less than its last bit); but an fp16 one is overwritten by
+    its master. A parameter without a gradient is left alone.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer.

@@ -35,8 +35,8 @@ HOST_TILE = 1 << 21
 DEVICE_TILE = 1 << 24
 # float32 elements of the longest vectors of a processor that torch uses.
 VECTOR = 16
-# Tensors with a number for each element, and those with one for each block of 256.
-EACH = ("weight", "gradient", "exp_avg", "exp_avg_sq", "master")
+# Operands with a number for each element, and those with one for each block of 256, in the order of the C functions.
+EACH = ("weight", "gradient", "master", "exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import FusedUpdate, HyperParameters, Operands
+from offload.optimizer.kernels import EACH, SCALES, FusedUpdate, HyperParameters, Operands
 from offload.optimizer.rounding import dynamic_map, midpoints, noise_key
 
 # Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
@@ -84,21 +84,12 @@ class NativeUpdate:
         if function is None:
             self._other(operands, step, hyperparameters, scale)
             return
-        tensors = (
-            operands.weight,
-            operands.gradient,
-            operands.master,
-            operands.exp_avg,
-            operands.exp_avg_sq,
-            operands.exp_avg_scale,
-            operands.exp_avg_sq_scale,
-        )
         function(
             operands.weight.numel(),
             operands.start,
             self._threads,
             noise_key(operands.seed, step).item() if operands.takes_noise else 0,
-            *map(address, tensors),
+            *addresses(operands, *EACH, *SCALES),
             scale,
             *factors(hyperparameters, step),
         )
@@ -111,9 +102,10 @@ class NativeUpdate:
         return self._library.function("adamw", operands, arguments)
 
 
-def address(tensor: Tensor | None) -> int | None:
-    """Returns the address of a tensor's memory; None for none."""
-    return None if tensor is None else tensor.data_ptr()
+def addresses(operands: Operands, *names: str) -> list[int | None]:
+    """Returns the address of each of these tensors' memory; None for none."""
+    tensors = (getattr(operands, name) for name in names)
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def factors(hyperparameters: HyperParameters, step: Tensor) -> tuple[float, ...]:

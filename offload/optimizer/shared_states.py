@@ -7,7 +7,7 @@ the whole states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,10 @@ class SharedStates:
         """
         if self._memory:
             return
-        sizes = {parameter: dict(self._tensors(parameter)) for parameter in self._slices}
+        # Each process counts its updates.
+        sizes = {p: self._format.tensors(p.dtype, p.shape) for p in self._slices}
+        for tensors in sizes.values():
+            del tensors[STEP]
         each = (dtype.itemsize * shape.numel() for of in sizes.values() for dtype, shape in of.values())
         total, host = sum(map(in_pages, each)), torch.device("cpu")
         if self._sharers.rank == 0:
@@ -144,12 +147,6 @@ class SharedStates:
         for parameter, placed in self._placed.items():
             if parameter in self._memory:
                 placed.copy_home(self._memory[parameter])
-
-    def _tensors(self, parameter: Tensor) -> Iterable[tuple[str, tuple[torch.dtype, torch.Size]]]:
-        for name, kind in self._format.tensors(parameter.dtype, parameter.shape).items():
-            # Each process counts its updates.
-            if name != STEP:
-                yield name, kind
 
 
 class PlacedSlices:

@@ -51,10 +51,7 @@ class States:
         self._shared = SharedStates(slices, self._format, sharers)
 
     def allocate(self, parameters: Iterable[Tensor]) -> None:
-        """Makes the states of those `parameters` that train and have none.
-
-        Raises MemoryError with both sizes, before any is made, where the host has no room for them.
-        """
+        """Makes the states of those `parameters` that train and have none; see `HostAdamW.allocate`."""
         if self._shared is not None:
             self._shared.allocate()
         missing = [p for p in parameters if p.requires_grad and not self.tensors.get(p)]

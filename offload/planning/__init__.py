@@ -9,13 +9,13 @@ The names in `__all__` are public, beside those of `offload`. Read `dry_run` fir
 - `forecast`: the `Forecast` of a whole step, with the `UpdateTimes` of `update_work`; `hidden_share`, `floor_ms` and
   `bounded_by_files` are its parts. `GRADIENT_SLOTS`: units of gradients that may wait on the device.
 - Of the machine: `Bandwidth`, `measure_bandwidth`, `measure_update_rate`, `free_host_bytes`, `usable_host_bytes`.
-- Of the optimizer: `StateFormat`, `STATE_DTYPES`, `MASTER_DTYPES`; `log_bytes`, `bytes_of_logs` and `can_be_undone` of
+- Of the optimizer: `StateFormat`; `log_bytes`, `bytes_of_logs` and `can_be_undone` of
   updates that are undone.
 """
 
 from offload.memory.bandwidth import Bandwidth, measure_bandwidth
 from offload.memory.limits import free_host_bytes, usable_host_bytes
-from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
+from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernel_choice import measure_update_rate
 from offload.planning.cost_model import (
     Forecast,
@@ -36,8 +36,6 @@ from offload.weights.streamer import GRADIENT_SLOTS
 
 __all__ = [
     "GRADIENT_SLOTS",
-    "MASTER_DTYPES",
-    "STATE_DTYPES",
     "Bandwidth",
     "DryRun",
     "Forecast",

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from offload.memory.limits import free_host_bytes
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernels import HyperParameters, Operands
-from offload.optimizer.native_kernel import NativeLibrary, address, factors, native_library
+from offload.optimizer.kernels import EACH, HyperParameters, Operands
+from offload.optimizer.native_kernel import NativeLibrary, addresses, factors, native_library
 
 # Elements that have a table of entries of their own.
 BLOCK = 1 << 16
@@ -181,9 +181,8 @@ class ReversibleUpdate:
         function(*self._operands(operands, log), *factors(hyperparameters, step)[1:], *_inverses(hyperparameters))
 
     def _operands(self, of: Operands, log: UndoLog) -> tuple[int | None, ...]:
-        tensors = (of.weight, of.gradient, of.master, of.exp_avg, of.exp_avg_sq)
-        parts = address(log.codes), log.codes.stride(0), address(log.entries), address(log.progress)
-        return of.weight.numel(), self._threads, *map(address, tensors), *parts
+        parts = log.codes.data_ptr(), log.codes.stride(0), log.entries.data_ptr(), log.progress.data_ptr()
+        return of.weight.numel(), self._threads, *addresses(of, *EACH), *parts
 
 
 def _inverses(hyperparameters: HyperParameters) -> tuple[float, ...]:

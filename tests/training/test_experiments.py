@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
-from offload.planning import STATE_DTYPES
+from offload.optimizer.formats import STATE_DTYPES
 from tests import ROOT
 from tests.training.helpers.in_process import conf_initialised, run_here
 from training.config import schema
