@@ -220,9 +220,10 @@ def test_private_names_of_torch_are_found():
 
 def test_names_of_the_engine_come_from_its_public_faces():
     public = {f"{face}.{name}" for face, file in FACES.items() for name in public_names(file)} | FACES.keys()
-    for path in USERS:
-        used = {name for name in imports(tree_of(path)) if name.partition(".")[0] == "offload"}
-        assert not used - public, path
+    used = {
+        (path.name, name) for path in USERS for name in imports(tree_of(path)) if name.partition(".")[0] == "offload"
+    }
+    assert not sorted((path, name) for path, name in used if name not in public)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -247,11 +248,14 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_tests_import_their_helpers_by_full_name():
     """`tests.offload.helpers.late`, not `late` or `.helpers.late`."""
-    bare_names = {path.stem for path in TESTS.rglob("*.py")} - FORBIDDEN.keys()
-    for path in TESTS.rglob("*.py"):
-        tree = tree_of(path)
-        assert not {name.partition(".")[0] for name in imports(tree)} & bare_names, path
-        assert not any(node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), path
+    paths = sorted(TESTS.rglob("*.py"))
+    bare_names = {path.stem for path in paths} - FORBIDDEN.keys()
+
+    def is_wrong(tree: ast.Module) -> bool:
+        relative = any(node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+        return relative or bool({name.partition(".")[0] for name in imports(tree)} & bare_names)
+
+    assert not named(path for path in paths if is_wrong(tree_of(path)))
 
 
 def test_no_mode_imports_another():
@@ -259,11 +263,15 @@ def test_no_mode_imports_another():
 
 
 def test_an_adapter_is_short_and_imports_its_system_when_it_is_used():
-    for path in (ROOT / "peers").glob("*.py"):
-        assert path.stem == "peer" or len(path.read_text().splitlines()) <= 100, path
+    adapters = sorted((ROOT / "peers").glob("*.py"))
+    assert not named(path for path in adapters if path.stem != "peer" and len(path.read_text().splitlines()) > 100)
+    allowed = {*sys.stdlib_module_names, "torch", "offload", "models", "peers"}
+
+    def tops(path: Path) -> set[str]:
         outside = [node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        tops = {name.partition(".")[0] for name in imports(ast.Module(outside, []))}
-        assert tops <= {*sys.stdlib_module_names, "torch", "offload", "models", "peers"}, path
+        return {name.partition(".")[0] for name in imports(ast.Module(outside, []))}
+
+    assert not named(path for path in adapters if tops(path) - allowed)
 
 
 def test_every_folder_has_its_room_in_the_documentation():
@@ -274,7 +282,8 @@ def test_every_folder_has_its_room_in_the_documentation():
 
 
 def test_nothing_calls_cuda_at_import():
-    for path in SOURCES:
-        for node in tree_of(path).body:
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                assert not any(call.startswith("torch.cuda") for call in calls(node)), path
+    def is_called(path: Path) -> bool:
+        body = [node for node in tree_of(path).body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        return any(call.startswith("torch.cuda") for node in body for call in calls(node))
+
+    assert not named(path for path in SOURCES if is_called(path))
