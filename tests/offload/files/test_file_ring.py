@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import gc
-import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +11,7 @@ import torch
 
 from offload.files import file_ring
 from offload.files.file_ring import FileRing, ReadPlan
-from offload.files.mapped_files import DIRECT_BYTES, ChangedFileError, FileSpan, MappedFile
+from offload.files.mapped_files import DIRECT_BYTES, FileSpan, MappedFile
 from offload.memory.host_memory import HostArena
 from offload.streams.stream_checker import CheckedStreams, StreamOrderError
 from tests.offload.helpers.mapped import reads_through
@@ -136,28 +132,6 @@ def test_short_and_slow_reads_bring_all_bytes(ring: FileRing, plans: list[ReadPl
     assert ring.wait_ms > 0
 
 
-def test_a_failed_read_is_raised_where_its_bytes_are_needed_and_can_be_repeated(ring: FileRing, plans, path: Path):
-    def read(system, fd, buffers, offset):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with reads_through(read), pytest.raises(OSError, match="cannot be read at byte"):
-        bytes_of(ring, plans[0])
-    assert bytes_of(ring, plans[0]) == path.read_bytes()[5 : 5 + UNIT]
-
-
-@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 4096), lambda path: path.unlink()])
-def test_a_file_that_changes_under_a_read_is_an_error(ring: FileRing, plans: list[ReadPlan], path: Path, change):
-    bytes_of(ring, plans[0])
-
-    def read(system, fd, buffers, offset):
-        if path.exists():
-            change(path)
-        return system(fd, buffers, offset)
-
-    with reads_through(read), pytest.raises(ChangedFileError, match="while its weights are read"):
-        bytes_of(ring, plans[2])
-
-
 def test_a_file_that_ends_early_and_is_not_changed_is_an_error(ring: FileRing, plans: list[ReadPlan]):
     with reads_through(lambda system, fd, buffers, offset: 0), pytest.raises(OSError, match="before its weights do"):
         bytes_of(ring, plans[2])
@@ -168,32 +142,6 @@ def test_a_copy_that_does_not_wait_for_the_read_is_found(ring: FileRing, plans: 
     monkeypatch.setattr(ring, "_wait_for", lambda fill: wait_for(lambda: ring.read_bytes))
     with pytest.raises(StreamOrderError, match="part 0 of ring block 0"):
         bytes_of(ring, plans[0])
-
-
-def test_threads_end_with_the_ring(path: Path, plans: list[ReadPlan], streams: CheckedStreams):
-    def are_running() -> bool:
-        return any(thread.name == "file reader" for thread in threading.enumerate())
-
-    closed = ring_of(path, streams)
-    closed.expect(plans)
-    assert are_running()
-    closed.close()
-    assert not are_running()
-    dropped = ring_of(path, streams)
-    dropped.expect(plans)
-    assert are_running()
-    del dropped
-    gc.collect()
-    assert not are_running()
-
-
-def test_blocks_are_the_only_memory(path: Path, plans: list[ReadPlan], streams: CheckedStreams):
-    arena = HostArena(CPU)
-    ring = FileRing({path: MappedFile(path)}, arena, streams, block_bytes=4 * DIRECT_BYTES, count=2)
-    for plan in plans:
-        bytes_of(ring, plan)
-    assert arena.pageable_bytes == 2 * 4 * DIRECT_BYTES < path.stat().st_size / 3
-    ring.close()
 
 
 def wait_for(condition) -> None:

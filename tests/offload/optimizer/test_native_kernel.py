@@ -55,29 +55,16 @@ def same(first: Operands, second: Operands) -> bool:
 
 @AVX
 @pytest.mark.parametrize("format", COMPILED, ids=str)
-@pytest.mark.slow
-def test_kernels_agree_bitwise_on_whole_vectors(format: StateFormat):
-    """The range begins where counters of 32 bits end."""
-    start = (1 << 32) - (1 << 15)
-    first, second = (
-        run(kernel, from_place(operands(1 << 16, format), start), steps=3) for kernel in (FusedUpdate(), native(format))
-    )
-    assert same(first, second)
-
-
-@AVX
-@pytest.mark.parametrize(("weight", "gradient", "moment"), list(itertools.product(DTYPES, DTYPES, ("fp32", "bf16"))))
-@pytest.mark.parametrize("hyperparameters", [SETTINGS, SETTINGS._replace(beta1=0.3, weight_decay=0.0)])
-@pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_kernels_agree_on_any_length(weight, gradient, moment: str, hyperparameters, scale: float):
-    format = StateFormat("compact", moment)
-    # Not a whole number of vectors, blocks or tiles.
-    for count in (1, 70_001):
-        first, second = (
-            run(kernel, operands(count, format, weight, gradient), hyperparameters=hyperparameters, scale=scale)
-            for kernel in (FusedUpdate(), native(format))
-        )
-        assert same(first, second)
+@pytest.mark.parametrize(("weight", "gradient"), list(itertools.product(DTYPES, DTYPES)))
+def test_kernels_agree_on_any_length(format: StateFormat, weight: torch.dtype, gradient: torch.dtype):
+    """The longer range is no whole number of vectors, blocks or tiles, and in it end the counters of 32 bits."""
+    for settings, scale in ((SETTINGS, 1.0), (SETTINGS._replace(beta1=0.3, weight_decay=0.0), 0.37)):
+        for count, start in ((1, 0), (70_001, (1 << 32) - (1 << 15))):
+            first, second = (
+                run(kernel, from_place(operands(count, format, weight, gradient), start), 3, settings, scale)
+                for kernel in (FusedUpdate(), native(format))
+            )
+            assert same(first, second)
 
 
 @pytest.mark.parametrize("format", COMPILED, ids=str)
@@ -108,12 +95,6 @@ def test_what_is_not_finite_is_so_in_both_kernels(format: StateFormat):
     assert torch.equal(first.weight.isnan(), second.weight.isnan())
     assert torch.equal(first.weight.nan_to_num(7), second.weight.nan_to_num(7))
     assert first.weight[4:7].isnan().all()
-    if format.moment_dtype == torch.uint8:
-        assert torch.equal(first.exp_avg, second.exp_avg)
-        assert torch.equal(first.exp_avg_sq, second.exp_avg_sq)
-        for one in (first, second):
-            assert one.exp_avg_scale.isnan().tolist() == [True, False]
-            assert one.exp_avg_sq_scale.isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("format", [COMPACT, StateFormat("compact", "int8")], ids=str)
