@@ -172,13 +172,6 @@ def test_the_search_is_left_out_in_one_thread_alone():
     assert found[0] is not None
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_transformers_itself_reads_the_positions(name: str):
-    with Reads() as reads:
-        tiny(name).hf(input_ids=batch(name)[0])
-    assert reads.count
-
-
 @pytest.mark.parametrize("name", ["bart", *sorted(LANGUAGE.keys() - WITH_EXPERTS)])
 def test_a_step_reads_nothing_back(name: str):
     model = tiny(name, "meta").train()

@@ -27,12 +27,9 @@ from models.quantise import (
     values_of,
 )
 from models.quantise_formats import Float8, Format, Int4, Int8, Nf4
-from offload.modes.bounce_linear import BounceLinear
-from offload.modes.none import Resident
-from offload.modes.shard_offload import ShardOffload
 from tests.models.helpers.hugging_face import SIZES
 from tests.models.helpers.saving import save_hf
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+from tests.offload.helpers.models import Stack, assert_same
 
 SHAPE = SIZES | {"head_dim": 8}
 EACH = pytest.mark.parametrize("format", [Int8(), Float8(), Int4(group=16), Nf4()], ids=lambda format: format.name)
@@ -191,36 +188,6 @@ def test_a_file_has_the_tensors_of_the_format():
     layer, _ = quantised(Int8())
     assert set(stored_tensors("a.weight", layer.weight)) == {"a.weight.qdata", "a.weight.scale"}
     assert set(stored_tensors("a.bias", layer.bias)) == {"a.bias"}
-
-
-@EACH
-@pytest.mark.parametrize("mode", [BounceLinear, ShardOffload])
-def test_a_model_made_on_meta_trains_as_resident(mode, format: Format):
-    results = []
-    for made in (Resident(), mode(slots=1)):
-        with torch.device("meta"):
-            model = Stack(depth=3)
-            quantise(model, quantisable(model, [f"blocks.{n}" for n in range(3)], (), ()), format)
-        footprint = made.footprint(model)
-        true_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        assert footprint.resident_bytes + footprint.host_weight_bytes < true_bytes + 256 * 100
-        with attached(made, model):
-            initialise(model, 0)
-            for step in range(2):
-                with made.step():
-                    losses = [
-                        lambda part=part, step=step, model=model: model(stack_inputs(step, part)).square().mean()
-                        for part in (0, 1)
-                    ]
-                    results.append([loss.clone() for loss in made.accumulate(losses)])
-                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                results[-1] += [parameter.grad.clone() for parameter in trained]
-                with torch.no_grad():
-                    for parameter in trained:
-                        parameter -= parameter.grad
-                        parameter.grad = None
-    for resident, moved in zip(results[:2], results[2:], strict=True):
-        assert_same(resident, moved)
 
 
 def test_models_of_transformers_are_filled_and_loaded_as_theirs_quantised(tmp_path: Path):

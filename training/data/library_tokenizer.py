@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -22,14 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Letters, signs and spaces of many scripts: a damaged table of a normalizer fails on some of them.
-SAMPLE = "The quick\tbrown fox\n1,234.5 e\u0301\u00e9 \ufb01 \u2167 \u3000\u4e2d \uac00 \u0416 \u0627 \u0905 \U0001f600"
-# Encodes the second argument by the tokenizer of the first.
-PROBE = (
-    "import sys; from tokenizers import Tokenizer; "
-    "Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2], add_special_tokens=False)"
-)
-PROBE_TIMEOUT_S = 300
 # In this order: Llama 3; GPT-2 and Qwen; Llama 2 and Mistral; Gemma; DeepSeek; two that are common elsewhere.
 END_OF_TEXT_NAMES = (
     "<|end_of_text|>",
@@ -165,7 +155,6 @@ def of_file(given: str, path: Path) -> LibraryTokenizer:
     """
     from tokenizers import Tokenizer
 
-    check_in_a_process(given, path)
     with refusing(f"{KEY}={given}: not a Hugging Face tokenizers JSON file"):
         tokenizer = Tokenizer.from_file(str(path))
     values = values_of(path.parent)
@@ -189,8 +178,6 @@ def of_folder(given: str, folder: Path) -> LibraryTokenizer:
     """
     if not has_tokenizer(folder):
         raise UserError(f"{KEY}={given}: the folder has no {TOKENIZER_FILE}: {ADVICE}")
-    if (folder / TOKENIZER_FILE).is_file():
-        check_in_a_process(given, folder / TOKENIZER_FILE)
     from transformers import AutoTokenizer
 
     with refusing(f"{KEY}={given}: transformers cannot load it"):
@@ -198,19 +185,3 @@ def of_folder(given: str, folder: Path) -> LibraryTokenizer:
     if not getattr(pretrained, "is_fast", False):
         raise UserError(f"{KEY}={given}: {type(pretrained).__name__} is none of the library tokenizers: {ADVICE}")
     return LibraryTokenizer(given, pretrained.backend_tokenizer, pretrained.eos_token, pretrained)
-
-
-def check_in_a_process(given: str, path: Path) -> None:
-    """Raises UserError for a file that ends a process, as some damaged tables of normalizers (charsmaps) do."""
-    if b'"precompiled_charsmap"' not in path.read_bytes():
-        return
-    probe = [sys.executable, "-c", PROBE, str(path), SAMPLE]
-    try:
-        result = subprocess.run(probe, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        problem = f"to encode a line of text takes more than {PROBE_TIMEOUT_S} s"
-    else:
-        if result.returncode == 0:
-            return
-        problem = "its precompiled_charsmap is damaged"
-    raise UserError(f"{KEY}={given}: {problem}: download the file again, or {ADVICE}")

@@ -196,7 +196,6 @@ def _in_pieces(text: str) -> Pieces:
 
 
 def _read_parquet(file: Path, text_column: str) -> Pieces:
-    import pyarrow
     from pyarrow import parquet
 
     with parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as rows:
@@ -206,11 +205,10 @@ def _read_parquet(file: Path, text_column: str) -> Pieces:
             row_bytes = _uncompressed_bytes(rows.metadata.row_group(group), text_column)
             count = max(min(int(BATCH_BYTES / max(row_bytes, 1)), ROWS_PER_READ), 1)
             for batch in rows.iter_batches(count, row_groups=[group], columns=[text_column], use_threads=False):
-                column = batch.column(0)
-                if pyarrow.types.is_dictionary(column.type):
-                    column = column.dictionary_decode()
-                for value in column:
-                    yield from _value_in_pieces(value, text_column, str(file))
+                for value in batch.column(0):
+                    text = value.as_py()
+                    if is_text(text, text_column, str(file)):
+                        yield from _in_pieces(text)
 
 
 def _uncompressed_bytes(group: Any, text_column: str) -> float:
@@ -218,31 +216,6 @@ def _uncompressed_bytes(group: Any, text_column: str) -> float:
     chunks = [group.column(index) for index in range(group.num_columns)]
     nbytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == text_column)
     return nbytes / max(group.num_rows, 1)
-
-
-def _value_in_pieces(value: Any, text_column: str, source: str) -> Pieces:
-    """Yields an Arrow value in pieces, without a copy of a long one."""
-    buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
-    if buffer is None or buffer.size <= PIECE_CHARACTERS:
-        text = value.as_py()
-        if is_text(text, text_column, source):
-            yield text, True
-        return
-    if not _holds_text(value):
-        is_text(value.as_py(), text_column, source)
-    data, start = memoryview(buffer), 0
-    while start < len(data):
-        end = min(start + PIECE_CHARACTERS, len(data))
-        while end < len(data) and data[end] & 0xC0 == 0x80:  # within a character of UTF-8
-            end -= 1
-        yield str(data[start:end], "utf-8"), end == len(data)
-        start = end
-
-
-def _holds_text(value: Any) -> bool:
-    import pyarrow
-
-    return pyarrow.types.is_string(value.type) or pyarrow.types.is_large_string(value.type)
 
 
 READERS = {".txt": _read_text, ".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet}

@@ -1,6 +1,5 @@
 """Tokenizers of files and folders give the ids of the libraries that read them."""
 
-import base64
 import json
 from pathlib import Path
 
@@ -79,22 +78,6 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_one_line(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"cannot encode the text \(.*limit") as refusal:
         loaded.encode_batch(["a" * 40 + "b"])
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("table", [b"", b"\x04\0\0\0\xff\xff\xff\x7fabc", b"\0\0\1\0" + bytes(range(256)) * 256])
-def test_a_damaged_table_of_a_normalizer_is_one_line(table: bytes, tmp_path: Path) -> None:
-    Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(tmp_path / "t.json"))
-    normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
-    with pytest.raises(UserError, match=r"^dataset\.tokenizer=.*: its precompiled_charsmap is damaged: download"):
-        load_tokenizer(changed(tmp_path / "t.json", normalizer=normalizer))
-
-
-def test_a_tokenizer_that_ends_its_process_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(tmp_path / "t.json"))
-    changed(tmp_path / "t.json", note={"precompiled_charsmap": ""})
-    monkeypatch.setattr("training.data.library_tokenizer.PROBE", "import os; os.abort()")
-    with pytest.raises(UserError, match="precompiled_charsmap is damaged"):
-        load_tokenizer(tmp_path / "t.json")
 
 
 def test_documents_begin_and_end_as_the_post_processor_says(tokenizer: Tokenizer, tmp_path: Path) -> None:

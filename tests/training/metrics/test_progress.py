@@ -204,10 +204,8 @@ def test_report_of_a_failed_run_says_why(tmp_path):
         (123456, "123,456"),
         (123456.7, "123,457"),
         (12.3456, "12.35"),
-        (0.0, "0"),
         (1e-5, "1e-05"),
         (math.nan, "nan"),
-        (math.inf, "inf"),
         ("ok", "ok"),
     ],
 )

@@ -72,10 +72,6 @@ def test_a_model_from_the_seed_has_that_of_its_source_or_bytes(model: Path, tmp_
     assert tokenizer_of(*of_hf(tmp_path)) is None
 
 
-def test_a_dataset_without_the_key_is_left_alone():
-    assert "tokenizer" not in components_of(*TINY_RUN).config.dataset
-
-
 def test_weights_that_bring_none_need_an_answer_and_each_answer_is_taken(model: Path, tmp_path: Path):
     save_file(Llama(vocab_size=320, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
                     num_key_value_heads=2).state_dict(), tmp_path / "model.safetensors")  # fmt: skip
