@@ -37,8 +37,9 @@ def test_gradients_lie_aligned_in_a_length_that_divides():
     # Minus zero, which changes no sum: the first has no gradient.
     assert torch.signbit(found[given[0]]).all()
     assert not found[given[0]].any()
-    offsets = sorted(view.storage_offset() for view in found.values())
-    assert offsets == [0, 128]
+    assert sorted(view.storage_offset() for view in found.values()) == [0, 128]
+    (alone,) = gradient_buckets([nn.Parameter(torch.zeros(5))], count=2)
+    assert alone.flat(torch.device("cpu")).numel() == alone.length == 256
 
 
 def test_a_bucket_lies_anywhere_in_memory_and_has_its_gradients_from_there():
@@ -112,13 +113,6 @@ def test_gradients_that_autograd_lays_in_one_place_are_separated():
         parameter.grad += 1
     assert all(torch.equal(parameter.grad, torch.full_like(parameter, 2)) for parameter in given)
     assert alone.grad is kept
-
-
-def test_a_length_that_does_not_divide_is_filled_up():
-    weight = nn.Parameter(torch.zeros(5))
-    weight.grad = torch.ones(5)
-    (bucket,) = gradient_buckets([weight], count=2)
-    assert bucket.flat(torch.device("cpu")).numel() == bucket.length == 256
 
 
 def test_the_exchange_takes_two_of_the_largest_bucket():
