@@ -23,7 +23,7 @@ from yaml import YAMLError
 from training.config.modes import FOLDER
 from training.config.schema import SCHEMAS
 from training.errors import UserError, first_line
-from training.runs.bounded_files import MissingError, UnreadableError, parse_yaml, read_bytes, read_yaml
+from training.runs.bounded_files import MissingError, UnreadableError, parse_yaml, read_bytes
 from training.runs.compose_errors import explain_refusal
 from training.runs.files import CHOICES_FILE, CONFIG_FILE, home_expanded
 from training.visible_text import shortened, visible
@@ -119,7 +119,7 @@ def _under(key: str, paths: set[str]) -> bool:
 
 def _choices(prefix: str, run_dir: Path) -> dict[str, str]:
     """Reads the options that the run had chosen, without Hydra's own and the experiment, whose values it has."""
-    choices = _read(prefix, run_dir, CHOICES_FILE).get("choices")
+    choices = _read(prefix, run_dir, CHOICES_FILE, parse_yaml).get("choices")
     if not isinstance(choices, dict):
         raise UserError(f"{prefix}: {CHOICES_FILE} has no choices: it was not written by a run")
     options = {group: choices[group] for group in choices if group.partition("@")[0] in SCHEMAS}
@@ -131,26 +131,24 @@ def _choices(prefix: str, run_dir: Path) -> dict[str, str]:
 
 def _saved(prefix: str, run_dir: Path) -> dict[str, Any]:
     """Reads the run's configuration, with the types of its values."""
-    _read(prefix, run_dir, CONFIG_FILE)
-    try:
-        text = read_bytes(run_dir / CONFIG_FILE, LARGEST_BYTES).decode()
+
+    def typed(text: str) -> dict[str, Any]:
+        # Refuses what OmegaConf takes long for.
         parse_yaml(text)
         return OmegaConf.to_container(OmegaConf.create(text))
-    except UnreadableError as error:
-        raise UserError(f"{prefix}: {CONFIG_FILE} cannot be used: {error}") from error
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{prefix}: {CONFIG_FILE} cannot be used: {first_line(error)}") from error
+
+    return _read(prefix, run_dir, CONFIG_FILE, typed)
 
 
-def _read(prefix: str, run_dir: Path, name: str) -> dict[str, Any]:
+def _read(prefix: str, run_dir: Path, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     try:
-        return read_yaml(run_dir / name)
+        return parse(read_bytes(run_dir / name, LARGEST_BYTES).decode())
     except MissingError:
         job = run_dir / "0"
         jobs = f", such as {prefix.removesuffix(str(run_dir))}{job}" if (job / name).is_file() else ""
         raise UserError(f"{prefix}: no {name} there: give the directory of a run{jobs}") from None
-    except UnreadableError as error:
-        raise UserError(f"{prefix}: {name} cannot be used: {error}") from error
+    except (UnreadableError, YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{prefix}: {name} cannot be used: {first_line(error)}") from error
 
 
 def _composed(prefix: str, choices: Mapping[str, str], replaced: set[str], more_options: str | None) -> DictConfig:

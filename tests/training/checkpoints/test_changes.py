@@ -13,13 +13,9 @@ from training.runs.bounded_files import parse_yaml
 
 CHANGES = [
     ("optimizer.lr=0.1", "optimizer.lr: was 0.002, is 0.1"),
-    ("seed=1", "seed: was 0, is 1"),
     ("microbatches=2", "microbatches: was 1, is 2"),
-    ("precision=bf16", "precision: was fp32, is bf16"),
     ("model.hidden_size=32", "model.hidden_size: was 16, is 32"),
-    ("dataset.max_tokens=10000", "dataset.max_tokens: was 20000, is 10000"),
     ("model.weights=x.safetensors", "model.weights: was null, is x.safetensors"),
-    ("clip_norm=null", "clip_norm: was 1.0, is null"),
     ("schedule=linear", "schedule.final: was absent, is 0"),
 ]
 

@@ -23,12 +23,10 @@ from offload.optimizer.adamw import HostAdamW
 from offload.streams import registry
 from tests.training.helpers.in_process import composed
 from training.checkpoints import saving
-from training.checkpoints.saving import Checkpoints, hugging_face_config, remove_folder, write_folder
+from training.checkpoints.saving import Checkpoints, hugging_face_config
 from training.checkpoints.state import RunState
 from training.errors import UserError
 from training.runs import checkpoint_files, manifest
-from training.runs.checkpoint_files import MANIFEST_FILE
-from training.runs.manifest import read_manifest, verify
 
 
 class CrashError(BaseException):
@@ -223,42 +221,13 @@ def test_what_cannot_be_removed_is_a_warning(
     assert "step-00000001 could not be removed" in caplog.text
 
 
-def a_file(path: Path) -> None:
-    path.write_text("precious")
-
-
-def a_link_to(kind: Callable[[Path], None]) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
-        kind(path.parents[1] / "elsewhere")
-        path.symlink_to(path.parents[1] / "elsewhere")
-
-    return make
-
-
-def a_folder(path: Path) -> None:
-    path.mkdir()
-    a_file(path / "file")
-
-
-@pytest.mark.parametrize("make", [a_file, a_folder, a_link_to(a_folder)], ids=["file", "folder", "link"])
-def test_leftovers_of_any_kind_are_removed_but_not_what_they_lead_to(
-    tmp_path: Path, checkpoints: Checkpoints, make: Callable[[Path], None]
-):
-    (tmp_path / "checkpoints").mkdir()
-    make(tmp_path / "checkpoints" / "step-00000004.partial")
-    assert checkpoints.save(RunState(4)) is not None
-    assert names(tmp_path) == ["step-00000004"]
-    found = tmp_path / "elsewhere"
-    if found.exists():
-        assert (found / "file" if found.is_dir() else found).read_text() == "precious"
-
-
 def test_what_has_a_checkpoint_s_name_is_left_and_named(
     tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ):
     checkpoints.save(RunState(1))
     checkpoints.save(RunState(2))
-    a_folder(tmp_path / "checkpoints" / "step-00000009")
+    (tmp_path / "checkpoints" / "step-00000009").mkdir()
+    (tmp_path / "checkpoints" / "step-00000009" / "file").write_text("precious")
     assert checkpoints.save(RunState(9)) is None
     assert "step-00000009 could not be saved (something of this name is there: move it away): the run" in caplog.text
     with pytest.raises(UserError) as refusal:
@@ -291,40 +260,3 @@ def test_a_config_json_describes_the_model_of_the_run(precision: str, dtype: str
     assert (values["hidden_size"], values["num_hidden_layers"], values["rope_theta"]) == (4096, 32, 500000)
     assert (values["max_position_embeddings"], values["torch_dtype"]) == (2048, dtype)
     assert "weights" not in values
-
-
-def writing(content: bytes):
-    return lambda write: write(content)
-
-
-def test_a_folder_has_its_files_and_a_manifest_of_them(tmp_path: Path):
-    folder = tmp_path / "new" / "folder"
-    nbytes = write_folder(folder, {"a": writing(b"abc"), "b": lambda write: [write(b"x") for _ in range(5)]})
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST_FILE} == {
-        "a": b"abc",
-        "b": b"xxxxx",
-    }
-    verify(folder, read_manifest(folder))
-    assert nbytes == sum(path.stat().st_size for path in folder.iterdir())
-    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("CUDA error")]
-)
-def test_an_error_leaves_nothing(tmp_path: Path, error: BaseException):
-    def fail(write) -> None:
-        write(b"half")
-        raise error
-
-    with pytest.raises(type(error)):
-        write_folder(tmp_path / "folder", {"a": writing(b"abc"), "b": fail})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_is_removed_in_part_is_no_longer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = tmp_path / "folder"
-    write_folder(folder, {"a": writing(b"abc")})
-    monkeypatch.setattr("training.checkpoints.saving.shutil.rmtree", lambda path: (path / "a").unlink())
-    remove_folder(folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder.partial"]

@@ -49,16 +49,14 @@ def test_a_signal_saves_the_run_after_its_step(tmp_path: Path, finished: Path, r
     assert curve(tmp_path / "stopped") == curve(finished)
 
 
-def test_a_run_may_save_itself_on_signals_alone(tmp_path: Path, run_here, signalled):
+@pytest.mark.parametrize(("asked", "worth_saving_s"), [("true", 60.0), ("null", 1e-6)])
+def test_a_run_without_checkpoints_saves_itself_if_asked_or_after_a_minute(
+    tmp_path: Path, run_here, signalled, monkeypatch, asked: str, worth_saving_s: float
+):
+    monkeypatch.setattr("training.checkpoints.saving.WORTH_SAVING_S", worth_saving_s)
     signalled(at=2)
-    assert run_here(tmp_path, "checkpoint.every=null", "checkpoint.on_signal=true")["status"] == "stopped"
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
-
-
-def test_a_run_without_checkpoints_saves_itself_after_a_minute(tmp_path: Path, run_here, signalled, monkeypatch):
-    monkeypatch.setattr("training.checkpoints.saving.WORTH_SAVING_S", 1e-6)
-    signalled(at=2)
-    assert run_here(tmp_path, "checkpoint.every=null")["status"] == "stopped"
+    stopped = run_here(tmp_path, "checkpoint.every=null", f"checkpoint.on_signal={asked}")
+    assert stopped["status"] == "stopped"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 

@@ -19,10 +19,31 @@ from training.planning.plan import plan_run
 MODEL = (*SMALL_MODEL, "model.vocab_size=512", "offload=layer_stream")
 
 
-def test_a_resident_model_streams_nothing():
-    components = components_of(*SMALL_MODEL)
-    assert streamed_share(components) is None
-    assert staying_note(components) is None
+LARGE = ("model.vocab_size=256", "model.hidden_size=128", "model.intermediate_size=4096")
+
+
+@pytest.mark.parametrize(
+    ("note", "keys"),
+    [
+        (staying_note, SMALL_MODEL),
+        (staying_note, (*MODEL, "offload.outside=stream")),
+        (staying_note, (*MODEL, "offload.resident=1")),
+        (unmatched_note, (*MODEL, "offload.outside=stream", "offload.exclude=[lm_head]")),
+        (unmatched_note, (*MODEL, "offload=bounce_linear", "offload.include=['*.mlp.*']")),
+        (unmatched_note, (*MODEL, "offload=shard_offload", "offload.exclude=['*.0']")),
+        (
+            unmatched_note,
+            (*MODEL, "offload=tensor_swap", "offload@offload.weights=layer_stream", "offload.weights.exclude=['*.0']"),
+        ),
+        (unquantised_note, SMALL_MODEL),
+        (unquantised_note, (*SMALL_MODEL, "quantize=int8", "quantize.exclude=['*.mlp.*']")),
+        (unquantised_note, (*SMALL_MODEL, *LARGE, "quantize=int8")),
+        (unadapted_note, SMALL_MODEL),
+        (unadapted_note, (*SMALL_MODEL, "adapter=lora", "adapter.modules_to_save=[lm_head]")),
+    ],
+)
+def test_there_is_no_note_where_nothing_is_left_out_or_the_user_chose(note, keys: tuple[str, ...]):
+    assert note(components_of(*keys)) is None
 
 
 def test_what_stays_is_named_with_the_key_that_streams_it():
@@ -38,12 +59,6 @@ def test_what_stays_is_named_with_the_key_that_streams_it():
     plan = plan_run(components, machine_of(components), has_gpu=True)
     assert note in plan.notes
     assert plan.rows()["weights that stream"] == "36%"
-
-
-@pytest.mark.parametrize("asked", ["offload.outside=stream", "offload.resident=1"])
-def test_no_note_where_all_streams_or_the_user_keeps_some(asked: str):
-    components = components_of(*MODEL, asked)
-    assert staying_note(components) is None
 
 
 @pytest.mark.parametrize("pattern", ["include=[layers.*]", "exclude=['*']"])
@@ -68,19 +83,6 @@ def test_patterns_that_match_nothing_beside_others_are_named():
         " modules that the mode cuts out are model.layers.0, model.layers.1"
     )
     assert note in plan_run(components, machine_of(components), has_gpu=True).notes
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("offload.outside=stream", "offload.exclude=[lm_head]"),
-        ("offload=bounce_linear", "offload.include=['*.mlp.*']"),
-        ("offload=shard_offload", "offload.exclude=['*.0']"),
-        ("offload=tensor_swap", "offload@offload.weights=layer_stream", "offload.weights.exclude=['*.0']"),
-    ],
-)
-def test_patterns_that_match_have_no_note(keys: tuple[str, ...]):
-    assert unmatched_note(components_of(*MODEL, *keys)) is None
 
 
 @pytest.mark.parametrize("name", streamed_shapes.SHAPES)
@@ -135,16 +137,6 @@ def test_a_plan_counts_the_time_to_dequantise(offload: str, quantize: str, read_
     assert slow - fast == pytest.approx(expected_ms / 2, rel=0.05)
 
 
-@pytest.mark.parametrize("keys", [(), ("quantize=int8", "quantize.exclude=['*.mlp.*']")])
-def test_no_note_where_nothing_is_quantised_or_the_user_chose(keys: tuple[str, ...]):
-    assert unquantised_note(components_of(*WIDE, *keys)) is None
-
-
-def test_no_note_where_nearly_all_is_quantised():
-    keys = (*SMALL_MODEL, "model.vocab_size=256", "model.hidden_size=128", "model.intermediate_size=4096")
-    assert unquantised_note(components_of(*keys, "quantize=int8")) is None
-
-
 SIZES = "hidden_size:16,intermediate_size:32,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:2"
 EXPERTS = "num_local_experts:4,num_experts_per_tok:2,vocab_size:512,max_position_embeddings:64"
 MIXTRAL = (*COMMON, "model=hf", "model.source=mixtral", f"model.overrides={{{SIZES},{EXPERTS}}}")
@@ -172,8 +164,3 @@ def test_they_are_named_once(keys: tuple[str, ...], expected: str):
     assert unadapted_note(components) == expected
     assert expected in plan_run(components, machine_of(components), has_gpu=True).notes
     assert [name for name, _ in components.model.named_parameters()] == names
-
-
-@pytest.mark.parametrize("keys", [(), ("adapter=lora", "adapter.modules_to_save=[lm_head]")])
-def test_no_note_where_the_model_trains_or_all_have_one(keys: tuple[str, ...]):
-    assert unadapted_note(components_of(*SMALL_MODEL, *keys)) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from tests.training.helpers.time_limit import time_limit
 from tests.training.helpers.yaml_bomb import BOMB
-from training.runs import bounded_files
 from training.runs.bounded_files import (
     MissingError,
     UnreadableError,
@@ -61,11 +59,6 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path):
             read(tmp_path / "x")
 
 
-def test_lines_come_with_their_ends(tmp_path: Path):
-    (tmp_path / "x").write_bytes(b"a\n\nc")
-    assert list(read_lines(tmp_path / "x")) == [b"a\n", b"\n", b"c"]
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -80,12 +73,6 @@ def test_lines_come_with_their_ends(tmp_path: Path):
 def test_json_that_no_run_writes(text: str, reason: str):
     with pytest.raises(UnreadableError, match=f"^{reason}$"):
         json_object(text.encode(errors="surrogateescape"))
-
-
-def test_json_of_any_run_is_read(tmp_path: Path):
-    values = {"a": [1, 2.5, None, True, "\ud800"], "b": {"c": 10**18}}
-    (tmp_path / "x.json").write_text(json.dumps(values))
-    assert read_json(tmp_path / "x.json") == values
 
 
 @pytest.mark.parametrize(
@@ -107,19 +94,3 @@ def test_yaml_that_no_run_writes(tmp_path: Path, text: str | bytes, reason: str)
 def test_every_value_in_yaml_is_text():
     text = f"a: 1\nb: [null, true, 2001-99-99, !!int '', 0x{'f' * 10_000}]\nc: !!python/object:os.x {{d: '%'}}\n"
     assert parse_yaml(text) == {"a": "1", "b": ["null", "true", "2001-99-99", "", "0x" + "f" * 10_000], "c": {"d": "%"}}
-
-
-def test_a_disk_that_fails_while_it_is_read_is_one_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "x").write_text("{}")
-
-    class Failing:
-        def __enter__(self):
-            raise OSError(5, "Input/output error")
-
-        def __exit__(self, *error: object):
-            pass
-
-    monkeypatch.setattr(bounded_files, "opened", lambda path: Failing())
-    for read in READERS[1:]:
-        with pytest.raises(UnreadableError, match=r"it cannot be read \(Input/output error\)"):
-            read(tmp_path / "x")

@@ -59,11 +59,6 @@ def test_a_group_takes_one_option(override: str):
     assert for_hydra(["dataset.files=[a.txt]"]) == ["dataset.files=[a.txt]"]
 
 
-def test_the_run_to_repeat_is_looked_for(tmp_path: Path):
-    with pytest.raises(UserError, match=f"repeat={tmp_path}: no choices.yaml there"):
-        for_hydra(["-m", f"repeat={tmp_path}", "offload=none,layer_stream"])
-
-
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "++hydra.run.dir"])
 @pytest.mark.parametrize("given", ["~/runs/a", "'~/runs/a'", '"~/runs/a"'])
 def test_a_directory_at_home_is_there_and_not_in_a_folder_named_tilde(monkeypatch, key: str, given: str):

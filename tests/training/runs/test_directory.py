@@ -193,11 +193,6 @@ def test_each_of_many_gets_a_directory_of_its_own(tmp_path: Path):
     assert all(Path(path).is_dir() for path in made)
 
 
-def test_a_place_where_nothing_can_be_made_is_left_to_who_writes_there(tmp_path: Path):
-    (tmp_path / "file").touch()
-    assert fresh_directory(str(tmp_path / "file" / "second")) == str(tmp_path / "file" / "second")
-
-
 def test_all_readers_of_a_configuration_get_one_directory(tmp_path: Path):
     register_fresh()
     config = OmegaConf.create({"day": str(tmp_path), "dir": "${fresh:${day}/second}"})

@@ -2,9 +2,9 @@
 
 import errno
 import json
+import logging
 import os
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
@@ -12,9 +12,11 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from offload.sharing import OWN_HOMES
-from tests import ROOT
+from tests.training.helpers.in_process import signals_as_before
 from training.errors import UserError
-from training.runs.failures import explain
+from training.runs import failures
+from training.runs.failures import explain, failures_recorded, write_summary
+from training.runs.signals import SIGNALS
 
 
 def os_error(number, name=None):
@@ -84,90 +86,81 @@ def test_what_a_constructor_raised_is_found_behind_hydra():
     assert explain(caught.value) == ("failed", "no.txt: No such file or directory", True)
 
 
-SCRIPT = """
-import errno, os, signal, sys, time
-from pathlib import Path
-from training.errors import UserError
-from training.runs.failures import failures_recorded
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Returns a function that calls another as the run in `tmp_path`: its exit status, its message, and its summary."""
+    monkeypatch.setattr(logging, "raiseExceptions", True)
 
-with failures_recorded(Path(sys.argv[1])):
-    exec(sys.argv[2])
-"""
+    def run(action):
+        with signals_as_before():
+            for number in SIGNALS:
+                signal.signal(number, signal.default_int_handler)
+            with pytest.raises(SystemExit) as ended, failures_recorded(tmp_path):
+                action()
+        path = tmp_path / "summary.json"
+        return ended.value.code, capsys.readouterr().err, json.loads(path.read_text()) if path.exists() else None
 
-
-def run(run_dir, action, **environment):
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(run_dir), action],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    path = run_dir / "summary.json"
-    return process, json.loads(path.read_text()) if path.exists() else None
+    return run
 
 
-def test_a_mistake_ends_the_process_with_one_line(tmp_path):
-    process, summary = run(tmp_path, "raise UserError('device=cuda: no GPU')")
-    assert process.returncode == 1
-    assert process.stderr == "error: device=cuda: no GPU\n"
-    assert summary == {"status": "failed", "reason": "device=cuda: no GPU"}
+def failing(error):
+    def action():
+        raise error
+
+    return action
 
 
-def test_what_an_error_quotes_cannot_act_on_the_terminal(tmp_path):
-    quoted = "'a' + chr(27) + '[2J' + chr(13) + chr(0x202e) + chr(0xdcff)"
-    process, summary = run(tmp_path, f"raise UserError({quoted})")
-    assert process.stderr == "error: a\\x1b[2J \\u202e\\xff\n"
+def test_a_mistake_ends_the_process_with_one_line(run, monkeypatch):
+    mistake = failing(UserError("device=cuda: no GPU"))
+    summary = {"status": "failed", "reason": "device=cuda: no GPU"}
+    assert run(mistake) == (1, "error: device=cuda: no GPU\n", summary)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    _, printed, _ = run(mistake)
+    assert printed.startswith("Traceback")
+    assert printed.endswith("error: device=cuda: no GPU\n")
+
+
+def test_what_an_error_quotes_cannot_act_on_the_terminal(run):
+    quoted = "a\x1b[2J\r\u202e\udcff"
+    _, printed, summary = run(failing(UserError(quoted)))
+    assert printed == "error: a\\x1b[2J \\u202e\\xff\n"
     assert summary["status"] == "failed"
-    process, _ = run(tmp_path, f"raise ValueError({quoted})")
-    assert process.stderr.startswith("Traceback")
-    assert not set(process.stderr) & set("\x1b\r\u202e")
+    _, printed, _ = run(failing(ValueError(quoted)))
+    assert printed.startswith("Traceback")
+    assert not set(printed) & set("\x1b\r\u202e")
 
 
-def test_hydra_full_error_adds_the_traceback(tmp_path):
-    process, _ = run(tmp_path, "raise UserError('device=cuda: no GPU')", HYDRA_FULL_ERROR="1")
-    assert process.stderr.startswith("Traceback")
-    assert process.stderr.endswith("error: device=cuda: no GPU\n")
+def test_a_broken_program_keeps_its_traceback(run):
+    status, printed, summary = run(failing(ValueError("bad shape")))
+    assert (status, summary) == (1, {"status": "failed", "reason": "ValueError: bad shape"})
+    assert printed.startswith("Traceback")
+    assert printed.endswith("error: ValueError: bad shape\n")
 
 
-def test_a_broken_program_keeps_its_traceback(tmp_path):
-    process, summary = run(tmp_path, "raise ValueError('bad shape')")
-    assert process.returncode == 1
-    assert process.stderr.startswith("Traceback")
-    assert process.stderr.endswith("error: ValueError: bad shape\n")
-    assert summary == {"status": "failed", "reason": "ValueError: bad shape"}
+INTERRUPTED = (130, "error: interrupted\n", {"status": "interrupted", "reason": "interrupted"})
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_an_interrupted_run_says_so(tmp_path, name):
-    process, summary = run(tmp_path, f"os.kill(os.getpid(), signal.{name}); time.sleep(60)")
-    assert process.returncode == 130
-    assert process.stderr == "error: interrupted\n"
-    assert summary == {"status": "interrupted", "reason": "interrupted"}
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_interrupted_run_says_so(run, number):
+    assert run(lambda: os.kill(os.getpid(), number)) == INTERRUPTED
 
 
-def test_a_signal_that_comes_again_does_not_change_how_a_run_ends(tmp_path):
-    # Once more while the summary is written, and once after that.
-    action = (
-        "import atexit, training.runs.failures as failures; again = lambda: os.kill(os.getpid(), signal.SIGTERM);"
-        "write = failures.write_summary; failures.write_summary = lambda *a: (again(), write(*a));"
-        "atexit.register(again); again(); time.sleep(60)"
-    )
-    process, summary = run(tmp_path, action)
-    assert (process.returncode, process.stderr) == (130, "error: interrupted\n")
-    assert summary == {"status": "interrupted", "reason": "interrupted"}
+def test_a_signal_that_comes_while_the_summary_is_written_does_not_change_how_a_run_ends(run, monkeypatch):
+    def again(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        write_summary(*arguments)
+
+    monkeypatch.setattr(failures, "write_summary", again)
+    assert run(lambda: os.kill(os.getpid(), signal.SIGTERM)) == INTERRUPTED
 
 
-def test_a_full_disk_is_one_line_and_no_summary(tmp_path):
-    # A limit on the size of files makes every write fail, as a full disk does.
-    action = (
-        "import resource; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0));"
-        "raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'metrics.jsonl')"
-    )
-    process, summary = run(tmp_path, action)
-    assert process.returncode == 1
-    assert process.stderr.startswith("error: the disk is full (metrics.jsonl): free some space, ")
-    assert "Traceback" not in process.stderr
-    assert summary is None
+def test_a_full_disk_is_one_line_and_no_summary(run, tmp_path, monkeypatch):
+    def full(*_):
+        raise os_error(errno.ENOSPC, "metrics.jsonl")
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, printed, summary = run(full)
+    assert (status, summary) == (1, None)
+    assert printed.startswith("error: the disk is full (metrics.jsonl): free some space, ")
+    assert "Traceback" not in printed
     assert list(tmp_path.iterdir()) == []

@@ -28,11 +28,6 @@ def test_names_are_written_in_one_file():
         assert not once & {text for text in literals if isinstance(text, str)}, path
 
 
-def test_a_partial_file_stands_beside_its_own():
-    assert files.partial_path(Path("run/summary.json")) == Path("run/summary.json.partial")
-    assert files.partial_path(Path("run/step-00000003")) == Path("run/step-00000003.partial")
-
-
 def test_a_home_is_replaced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/somewhere")
     assert home_expanded("resume", "~/runs/a") == Path("/somewhere/runs/a")
@@ -50,13 +45,6 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path, durable: bool):
     with pytest.raises(OSError, match="folder"):
         write_whole(tmp_path / "folder", b"new", durable=durable)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path):
-    (tmp_path / "file").write_text("old")
-    with pytest.raises(TypeError):
-        write_whole(tmp_path / "file", "text, not bytes")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
 
 
 @pytest.mark.parametrize("leftover", [os.mkfifo, lambda path: path.symlink_to("victim")], ids=["pipe", "link"])
