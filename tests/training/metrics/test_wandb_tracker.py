@@ -29,7 +29,10 @@ FAKE_KEY = "0123456789" * 4
 PATIENT_S = 600.0
 # The same for the trackers of other processes.
 PATIENT = """
+import sys, psutil
+from pathlib import Path
 from training.metrics import wandb_tracker
+from training.metrics.wandb_tracker import Tracker
 wandb_tracker._START_LIMIT_S = wandb_tracker._FINISH_LIMIT_S = 600.0
 wandb_tracker._SETTINGS |= {"init_timeout": 600.0, "finish_timeout": 600.0}
 """
@@ -40,11 +43,9 @@ def newcomer(tmp_path, monkeypatch, caplog):
     """A user without wandb account, settings or key, whose home is tmp_path/home."""
     home = tmp_path / "home"
     home.mkdir()
-    for variable in [name for name in os.environ if name.startswith(("WANDB_", "XDG_", "OFFLOAD_"))]:
-        monkeypatch.delenv(variable)
-    # Set before it is deleted, so that what a Tracker puts there is undone after the test.
-    for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(variable, "")
+    set_here = [name for name in os.environ if name.startswith(("WANDB_", "XDG_", "OFFLOAD_"))]
+    for variable in {"WANDB_CACHE_DIR", "WANDB_DATA_DIR", *set_here}:
+        monkeypatch.setenv(variable, "")  # so that what a Tracker puts there is undone after the test
         monkeypatch.delenv(variable)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("NETRC", str(home / ".netrc"))
@@ -98,6 +99,15 @@ def service():
     return process
 
 
+def recorded(run_dir, step=1, mode="offline", **options):
+    """The only wandb run of a tracker that records `step`."""
+    tracker = Tracker(mode, run_dir=run_dir, config={}, **options)
+    tracker.log({"train/step": step}, step)
+    tracker.finish({})
+    (wandb_run,) = wandb_runs(run_dir)
+    return wandb_run
+
+
 def full_record(step):
     values = {key: 1.5 * step + place / 7 for place, key in enumerate(METRIC_KEYS)}
     counts = {key: 8 * step for key in COUNTS if key in METRIC_KEYS}
@@ -107,9 +117,8 @@ def full_record(step):
 @pytest.mark.slow
 def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, caplog, capfd):
     config = {"seed": 1, "model": {"name": "tiny", "layers": [1, 2]}, "note": None}
-    tracker = Tracker(
-        "auto", run_dir=run_dir, config=config, project="offload", tags=["offload=none"], name="tiny-none-1"
-    )
+    names = {"project": "offload", "name": "tiny-none-1", "tags": ["offload=none"]}
+    tracker = Tracker("auto", run_dir=run_dir, config=config, **names)
     writer = MetricsWriter(run_dir)
     for step in (10, 20, 30):
         writer.write(full_record(step))
@@ -120,9 +129,7 @@ def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, cap
     summary = summary_of(wandb_run)
     assert without_internals(summary["summary"]) == read_metrics(run_dir)[-1]
     assert summary["config"] == config
-    assert summary["project"] == "offload"
-    assert summary["name"] == "tiny-none-1"
-    assert summary["tags"] == ["offload=none"]
+    assert {name: summary[name] for name in names} == names
     assert (summary["state"], summary["exit_code"]) == ("finished", 0)
     history = [without_internals(line["item"]) for line in records_of(wandb_run, "history")]
     assert history == read_metrics(run_dir)
@@ -140,11 +147,7 @@ def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, cap
 def test_an_empty_variable_counts_as_one_that_is_not_set(run_dir, monkeypatch, caplog):
     for name in ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_RUN_ID", "WANDB_CONSOLE", "WANDB_TAGS", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "")
-    tracker = Tracker("auto", run_dir=run_dir, config={})
-    tracker.log({"train/step": 1, "train/loss": 3.0}, 1)
-    tracker.finish({"status": "ok"})
-    (wandb_run,) = wandb_runs(run_dir)
-    assert summary_of(wandb_run)["state"] == "finished"
+    assert summary_of(recorded(run_dir, mode="auto"))["state"] == "finished"
     (line,) = tracking_lines(caplog, logging.INFO)
     assert "no API key" in line
     assert warnings(caplog) == []
@@ -173,9 +176,7 @@ def test_the_closing_summary_replaces_last_values_and_a_failure_is_marked(run_di
 @pytest.mark.slow
 def test_group(run_dir, monkeypatch, explicit, expected):
     monkeypatch.setenv("OFFLOAD_SWEEP_GROUP", "sweep-7")
-    Tracker("offline", run_dir=run_dir, config={}, group=explicit).finish({})
-    (wandb_run,) = wandb_runs(run_dir)
-    assert records_of(wandb_run, "run")[0]["run_group"] == expected
+    assert records_of(recorded(run_dir, group=explicit), "run")[0]["run_group"] == expected
 
 
 def test_a_service_killed_in_mid_run_warns_once(run_dir, tmp_path, caplog):
@@ -195,19 +196,13 @@ def test_a_service_killed_in_mid_run_warns_once(run_dir, tmp_path, caplog):
 
     next_dir = tmp_path / "next"
     next_dir.mkdir()
-    tracker = Tracker("offline", run_dir=next_dir, config={})
-    tracker.log({"train/step": 5}, 5)
-    tracker.finish({})
-    assert summary_of(*wandb_runs(next_dir))["step"] == 5
+    assert summary_of(recorded(next_dir, 5))["step"] == 5
 
 
 def test_a_service_of_a_parent_process_is_left_alone(run_dir, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_SERVICE", f"3-{os.getppid()}-unix-/nowhere/socket")
-    tracker = Tracker("offline", run_dir=run_dir, config={})
-    tracker.log({"train/step": 1}, 1)
-    tracker.finish({})
+    assert summary_of(recorded(run_dir))["step"] == 1
     assert warnings(caplog) == []
-    assert summary_of(*wandb_runs(run_dir))["step"] == 1
 
 
 def test_a_service_that_hangs_is_ended_within_the_limit(run_dir, monkeypatch, caplog):
@@ -277,11 +272,8 @@ def test_a_key_without_network_falls_back_to_offline(run_dir, monkeypatch, caplo
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
         with time_limit(300):
-            tracker = Tracker("auto", run_dir=run_dir, config={})
-        tracker.log({"train/step": 3, "train/loss": 2.0}, 3)
-        tracker.finish({})
-    (wandb_run,) = wandb_runs(run_dir)  # and none from the attempt
-    assert without_internals(summary_of(wandb_run)["summary"]) == {"train/step": 3, "train/loss": 2.0}
+            wandb_run = recorded(run_dir, 3, mode="auto")  # and none from the attempt
+    assert without_internals(summary_of(wandb_run)["summary"]) == {"train/step": 3}
     (warning,) = warnings(caplog)
     assert f"wandb sync {wandb_run}" in warning
     assert "\n" not in warning
@@ -294,19 +286,14 @@ def test_online_without_a_usable_key_warns_once_and_records_offline(run_dir, mon
         monkeypatch.setenv("WANDB_MODE", "online")
     if source == "bad key":
         monkeypatch.setenv("WANDB_API_KEY", "short")
-    Tracker("online" if source == "tracking.mode" else "auto", run_dir=run_dir, config={}).finish({})
-    (wandb_run,) = wandb_runs(run_dir)
+    wandb_run = recorded(run_dir, mode="online" if source == "tracking.mode" else "auto")
     assert wandb_run.name.startswith("offline-run-")
     (warning,) = warnings(caplog)
     assert f"wandb sync {wandb_run}" in warning
 
 
 def test_on_a_terminal_nothing_is_asked(run_dir):
-    code = (
-        "import logging; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n"
-        f"logging.basicConfig(level=logging.INFO)\n{PATIENT}"
-        f"Tracker('online', run_dir=Path({str(run_dir)!r}), config={{}}).finish({{}}); print('trained')"
-    )
+    code = f"{PATIENT}Tracker('online', run_dir=Path({str(run_dir)!r}), config={{}}).finish({{}}); print('trained')"
     controller, terminal = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, close_fds=True
@@ -327,8 +314,7 @@ def test_on_a_terminal_nothing_is_asked(run_dir):
 @pytest.mark.parametrize(("mode", "environment"), [("disabled", {}), ("auto", {"WANDB_MODE": "disabled"})])
 def test_disabled_does_not_import_wandb(run_dir, mode, environment):
     code = (
-        "import sys; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n"
-        f"tracker = Tracker({mode!r}, run_dir=Path({str(run_dir)!r}), config={{}})\n"
+        f"{PATIENT}tracker = Tracker({mode!r}, run_dir=Path({str(run_dir)!r}), config={{}})\n"
         "tracker.log({'train/step': 1}, 1); tracker.finish({})\n"
         "assert 'wandb' not in sys.modules"
     )
@@ -338,14 +324,12 @@ def test_disabled_does_not_import_wandb(run_dir, mode, environment):
 
 def test_a_process_whose_service_died_keeps_its_exit_code_and_ends_quietly(run_dir):
     code = (
-        f"import sys, psutil; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n{PATIENT}"
-        f"tracker = Tracker('offline', run_dir=Path({str(run_dir)!r}), config={{}})\n"
+        f"{PATIENT}tracker = Tracker('offline', run_dir=Path({str(run_dir)!r}), config={{}})\n"
         "[child.kill() for child in psutil.Process().children()]\n"
         "tracker.log({'train/step': 1}, 1); tracker.finish({}); sys.exit(3)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 3
-    assert ended.stdout == ""
+    assert (ended.returncode, ended.stdout) == (3, "")
     assert len(ended.stderr.splitlines()) == 1  # the warning
     assert "tracking stopped" in ended.stderr
 
