@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, DynamicCache, PreTrainedModel
 
 from models.built_again import fill_buffers
+from models.hf_files import load_hf, matched_hf
 from models.hf_head import use_plain_head
+from models.hf_initialise import initialise_hf
 from models.hf_packed import (
     STARTS,
     Packing,
@@ -94,20 +96,14 @@ class TransformersModel(nn.Module):
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:
         """See `models.hf_initialise.initialise_hf`."""
-        from models.hf_initialise import initialise_hf
-
         initialise_hf(self, seed, device)
 
     def load(self, path: Path) -> None:
         """See `models.hf_files.load_hf`."""
-        from models.hf_files import load_hf
-
         load_hf(self, path)
 
     def matched(self, path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
         """See `models.hf_files.matched_hf`."""
-        from models.hf_files import matched_hf
-
         return matched_hf(self, path)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -196,10 +192,8 @@ class CausalLanguageModel(TransformersModel):
             return self.hf.get_output_embeddings()(hidden, labels, reduction)
         with known:
             output = self.hf(input_ids=input_ids, **given)
-        if not mean:
-            return token_cross_entropy(output.logits, labels)
-        loss = mean_cross_entropy(output.logits, labels)
-        auxiliary = output.get("aux_loss")
+        loss = cross_entropy(output.logits, labels, mean)
+        auxiliary = output.get("aux_loss") if mean else None
         if auxiliary is not None:
             loss = loss + self.hf.router_aux_loss_coef * auxiliary.to(loss.device)
         return loss
@@ -274,20 +268,13 @@ def _predicted_tokens(model: PreTrainedModel) -> int:
     return len(weight)
 
 
-def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, mean: bool) -> Tensor:
     """Returns the mean cross-entropy of logits [batch, seq_len, vocab_size] over the labels that are not -100, or 0.
 
-    It is computed in float32, or in float64 for float64 logits.
+    Without `mean`, each position's [batch, seq_len], 0 where the label is -100. It is computed in float32, or in
+    float64 for float64 logits.
     """
-    return _cross_entropy(logits, labels, "sum") / (labels != IGNORED_LABEL).sum().clamp(min=1)
-
-
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns each position's cross-entropy [batch, seq_len], 0 where the label is -100, as `mean_cross_entropy`."""
-    return _cross_entropy(logits, labels, "none").view(labels.shape)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    rows = logits.flatten(0, -2).to(wide)
-    return F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction)
+    rows = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    reduction = "sum" if mean else "none"
+    losses = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction)
+    return losses / (labels != IGNORED_LABEL).sum().clamp(min=1) if mean else losses.view(labels.shape)

@@ -121,6 +121,7 @@ def _watched(twin: PreTrainedModel, **options: torch.Tensor) -> tuple[int, list[
     return sequences.asked, sequences.watched
 
 
+@dataclass
 class Sequences:
     """The sequences in rows.
 
@@ -132,12 +133,11 @@ class Sequences:
         watched: for each call of attention whether it could do with the starts alone; None where nobody looks.
     """
 
-    def __init__(self, segments: Tensor | None, by_starts: bool = False):
-        self.segments = segments
-        self.by_starts = by_starts
-        self.asked = 0
-        self.told = False
-        self.watched: list[bool] | None = None
+    segments: Tensor | None
+    by_starts: bool = False
+    asked: int = 0
+    told: bool = False
+    watched: list[bool] | None = None
 
 
 @contextmanager

@@ -104,9 +104,10 @@ class _HashNumbers(ABC):
 
     The hash is SplitMix64 (Steele, Lea, Flood 2014): element `index` is output number `index` of the generator whose
     state starts at the key's digest. `_whole` makes a whole number of each hash, below 2^24 in size, which is exact in
-    float32; one multiplication and one rounding follow.
+    float32; one multiplication and one rounding follow. UNIT is the `scale` of these whole numbers.
     """
 
+    UNIT: float
     GAMMA = 0x9E3779B97F4A7C15
     MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
     MULTIPLIER_2 = _signed(0x94D049BB133111EB)
@@ -120,31 +121,35 @@ class _HashNumbers(ABC):
         self._scratch = torch.empty_like(self._steps)
         self._values = torch.empty(chunk_elements, device=device, dtype=torch.float32)
 
-    def _fill(self, target: Tensor, key: str, scale: float, first_index: int) -> None:
+    def fill(self, target: Tensor, key: str, scale: float, first_index: int = 0) -> None:
+        """Writes numbers into `target`, whose elements have the indices from `first_index` in row-major order.
+
+        `scale` is the standard deviation of normal numbers, and the bound of uniform ones.
+        """
         if not target.is_contiguous():
             for position, row in enumerate(target):
-                self._fill(row, key, scale, first_index + position * row.numel())
+                self.fill(row, key, scale, first_index + position * row.numel())
             return
         digest = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
         # Rounded to float32 here, so that every device multiplies by the same digits.
-        scale = torch.tensor(scale, dtype=torch.float32).item()
+        factor = torch.tensor(scale / self.UNIT, dtype=torch.float32).item()
         for offset, piece in self._pieces(target):
             start = _signed(digest + (first_index + offset) * self.GAMMA)
-            piece.copy_(self._chunk(start, piece.numel(), scale).to(target.dtype))
+            piece.copy_(self._chunk(start, piece.numel(), factor).to(target.dtype))
 
     def _pieces(self, target: Tensor):
         flat = target.view(-1)
         for offset in range(0, flat.numel(), self._values.numel()):
             yield offset, flat[offset : offset + self._values.numel()]
 
-    def _chunk(self, start: int, count: int, scale: float) -> Tensor:
+    def _chunk(self, start: int, count: int, factor: float) -> Tensor:
         hashed, scratch, values = self._hash[:count], self._scratch[:count], self._values[:count]
         torch.add(self._steps[:count], start, out=hashed)
         self._xor_shifted(hashed, scratch, 30).mul_(self.MULTIPLIER_1)
         self._xor_shifted(hashed, scratch, 27).mul_(self.MULTIPLIER_2)
         self._xor_shifted(hashed, scratch, 31)
         self._whole(hashed, scratch, values)
-        return values.mul_(scale)
+        return values.mul_(factor)
 
     @abstractmethod
     def _whole(self, hashed: Tensor, scratch: Tensor, values: Tensor) -> None:
@@ -165,13 +170,9 @@ class HashNormal(_HashNumbers):
     """
 
     MEAN = 4 * (2**16 - 1) // 2
-    STD = (4 * (2**32 - 1) / 12) ** 0.5
+    UNIT = (4 * (2**32 - 1) / 12) ** 0.5
     EVEN_FIELDS = 0x0000FFFF0000FFFF
     LOW_HALF = 0xFFFFFFFF
-
-    def fill(self, target: Tensor, key: str, std: float, first_index: int = 0) -> None:
-        """Writes normal(0, std) into `target`; its elements have the indices from `first_index` in row-major order."""
-        self._fill(target, key, std / self.STD, first_index)
 
     def _whole(self, hashed: Tensor, scratch: Tensor, values: Tensor) -> None:
         # Add the fields in place: odd ones to even ones, then the upper pair to the lower.
@@ -185,15 +186,11 @@ class HashNormal(_HashNumbers):
 class HashUniform(_HashNumbers):
     """Fills tensors with uniform numbers: the odd multiples of bound / 2^24 in (-bound, bound), all equally likely."""
 
-    BITS = 24
-
-    def fill(self, target: Tensor, key: str, bound: float, first_index: int = 0) -> None:
-        """Writes uniform(-bound, bound) into `target`; its elements have the indices from `first_index`, row-major."""
-        self._fill(target, key, bound / 2**self.BITS, first_index)
+    UNIT = 2**24
 
     def _whole(self, hashed: Tensor, scratch: Tensor, values: Tensor) -> None:
         # The lower bits, since the shift of a negative number fills in ones.
-        values.copy_(hashed.bitwise_and_(2**self.BITS - 1).mul_(2).add_(1 - 2**self.BITS))
+        values.copy_(hashed.bitwise_and_(self.UNIT - 1).mul_(2).add_(1 - self.UNIT))
 
 
 class Draws:

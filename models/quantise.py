@@ -46,18 +46,9 @@ class QuantisedWeight(torch.Tensor):
         shape: torch.Size,
         dtype: torch.dtype,
         turned: bool = False,
-    ):
+    ) -> QuantisedWeight:
         device = next(iter(inner.values())).device
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
-    def __init__(
-        self,
-        format: Format,
-        inner: Mapping[str, Tensor],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        turned: bool = False,
-    ):
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.format = format
         self.turned = turned
         # `dtype` and `shape` go through `__torch_function__`, and a step asks for them thousands of times.
@@ -66,6 +57,7 @@ class QuantisedWeight(torch.Tensor):
         self.inner_names = tuple(inner)
         for name, tensor in inner.items():
             setattr(self, name, tensor)
+        return self
 
     @classmethod
     def empty(cls, format: Format, like: Tensor) -> QuantisedWeight:
@@ -134,9 +126,9 @@ class QuantisedWeight(torch.Tensor):
         if function is aten.fill_.Scalar and not own.turned:
             own._write(torch.full(own.shape, arguments[1], dtype=own.dtype, device="cpu"))
             return own
-        written = (own, *keywords.values())
-        if function._schema.is_mutable and any(isinstance(each, cls) for each in written):
-            raise RuntimeError(f"{function} would write into a weight quantised as {_first(cls, written).format.name}")
+        quantised = [each for each in (own, *keywords.values()) if isinstance(each, cls)]
+        if function._schema.is_mutable and quantised:
+            raise RuntimeError(f"{function} would write into a weight quantised as {quantised[0].format.name}")
         plain = [_plain(each) for each in arguments]
         return function(*plain, **{name: _plain(each) for name, each in keywords.items()})
 
@@ -198,10 +190,6 @@ def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(each) for each in value)
     return value
-
-
-def _first(kind: type, arguments: Iterable[object]) -> QuantisedWeight:
-    return next(each for each in arguments if isinstance(each, kind))
 
 
 def quantise(model: nn.Module, names: Iterable[str], format: Format) -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.generation import can_generate
-from models.hf import build_hf, mean_cross_entropy
+from models.hf import build_hf, cross_entropy
 from models.hf_source import sub_configs
 from models.loss import Head
 from tests.models.helpers.hf_models import (
@@ -185,11 +185,11 @@ class TestBuildHf:
         assert all(b.dtype == torch.bfloat16 for b in model.buffers() if b.is_floating_point())
 
 
-def test_mean_cross_entropy_leaves_out_ignored_labels():
+def test_the_mean_leaves_out_ignored_labels():
     logits = torch.randn(2, 3, VOCABULARY, dtype=torch.float64)
     labels = torch.tensor([[1, -100, 4], [-100, -100, 0]])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-    torch.testing.assert_close(mean_cross_entropy(logits, labels), expected)
+    torch.testing.assert_close(cross_entropy(logits, labels, mean=True), expected)
 
 
 WITHOUT_CACHE = {"openai-gpt", "mamba"}
