@@ -7,9 +7,9 @@ forward. They are exact: a unit is used after its own updates, and waits for no 
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +22,8 @@ from offload.weights.gradients.ring import RingBlock
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
-# A thread without updates for so long ends, and the next offer starts another. So nothing refers to a mode that was
-# dropped without detach.
-IDLE_S = 1.0
+# Each thread has a clock of its own in the stream checker.
+_numbers = itertools.count(1)
 
 
 @dataclass(eq=False)
@@ -53,6 +52,100 @@ class UnitUpdate:
         return not any(isinstance(each, RingBlock) and each.is_wanted for each in self.read), self.first_use
 
 
+class _Queue:
+    """The updates that a thread is to make: `coming`, and those of which it knows that their gradients have `landed`.
+
+    The thread refers to this alone, and not to the worker: so a mode that was dropped without detach is freed.
+    """
+
+    def __init__(self, streams: Streams):
+        self.coming: deque[UnitUpdate] = deque()
+        self.landed: list[UnitUpdate] = []
+        # What the thread has made.
+        self.made = Counters()
+        self.error: BaseException | None = None
+        self._streams = streams
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, update: UnitUpdate) -> None:
+        """Queues an update, with the first of which the thread starts."""
+        with self._changed:
+            if self.error is not None:
+                # As of those that were there when it failed.
+                update.done.set()
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
+                self._thread.start()
+            self.coming.append(update)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread when it has made what was queued, or at once if it failed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        # The garbage collector may call this on the thread itself.
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join()
+
+    def _work(self) -> None:
+        with self._streams.beside(f"worker {next(_numbers)}"):
+            try:
+                while (update := self._next()) is not None:
+                    self._make(update)
+                    # It refers to the mode, which may be dropped while this waits for the next.
+                    del update
+            except BaseException as error:
+                self._fail(error)
+
+    def _next(self) -> UnitUpdate | None:
+        """Waits for the next update: of those that have landed, the one of lowest rank. Returns None at the end."""
+        with self._changed:
+            while not self.coming and not self.landed:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            # They land in the order of their offers. To query each of a hundred takes a while, so those behind one that
+            # has not landed are not queried.
+            while self.coming and self.coming[0].has_landed():
+                self.landed.append(self.coming.popleft())
+            if not self.landed:
+                self.landed.append(self.coming.popleft())
+            first = min(self.landed, key=lambda update: update.rank)
+            # Of those of one unit in the order of their offers: where steps follow at once, a parameter has several.
+            return next(update for update in self.landed if update.unit is first.unit)
+
+    def _make(self, update: UnitUpdate) -> None:
+        streams = self._streams
+        update.offered.wait()
+        for event in update.landed:
+            event.synchronize()
+        for gradient in update.read:
+            streams.reads(None, gradient, "update")
+        streams.writes(None, update.unit.weights, "update")
+        start = perf_counter()
+        with profiled(f"update {update.unit.name}"):
+            parameters = update.make()
+        self.made += Counters(update_ms=(perf_counter() - start) * 1e3, updated_parameters=parameters)
+        with self._changed:
+            self.landed.remove(update)
+            # It refers to gradients, whose memory is used again only when nobody else does.
+            update.make = None
+            update.done.set()
+
+    def _fail(self, error: BaseException) -> None:
+        # The error first: threads that are woken look for it.
+        with self._changed:
+            self.error = error
+            for update in itertools.chain(self.coming, self.landed):
+                update.done.set()
+            self.coming.clear()
+            self.landed.clear()
+
+
 class UpdateWorker:
     """Makes the updates of one attached model's units, on a thread of its own.
 
@@ -62,18 +155,11 @@ class UpdateWorker:
     def __init__(self, streams: Streams):
         self.wait_ms = 0.0
         self._streams = streams
-        # What the thread has made.
-        self._made = Counters()
         self._updates: dict[OffloadUnit, list[UnitUpdate]] = {}
-        self._coming: deque[UnitUpdate] = deque()
-        self._landed: list[UnitUpdate] = []
-        self._changed = threading.Condition()
-        self._closed = False
-        self._error: BaseException | None = None
         self._has_raised = False
-        self._thread: threading.Thread | None = None
-        self._threads = 0
-        self._ended: Signal | None = None
+        self._queue = _Queue(streams)
+        # At exit, too: a process that ends would stop the thread inside an update, and abort.
+        self._end_thread = weakref.finalize(self, self._queue.close)
 
     def offer(self, update: UnitUpdate) -> Signal:
         """Queues an update, behind those of its unit that were offered before. Returns what is set when it has ended.
@@ -82,12 +168,9 @@ class UpdateWorker:
         """
         update.offered, update.done = self._streams.signal(), self._streams.signal()
         update.offered.set()
-        with self._changed:
-            self._raise_error()
-            self._start()
-            self._updates.setdefault(update.unit, []).append(update)
-            self._coming.append(update)
-            self._changed.notify_all()
+        self._raise_error()
+        self._updates.setdefault(update.unit, []).append(update)
+        self._queue.put(update)
         return update.done
 
     def is_pending(self, unit: OffloadUnit) -> bool:
@@ -115,17 +198,11 @@ class UpdateWorker:
 
     def counters(self) -> Counters:
         """Counts the parameters updated, how long that took and how long the host waited for it."""
-        return self._made + Counters(update_wait_ms=self.wait_ms)
+        return self._queue.made + Counters(update_wait_ms=self.wait_ms)
 
     def close(self) -> None:
         """Ends the thread when it has made the updates that were offered, or at once if it failed; raises nothing."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-            self._forget_thread()
+        self._end_thread()
         for update in itertools.chain.from_iterable(self._updates.values()):
             update.done.wait()
         self._updates.clear()
@@ -136,84 +213,6 @@ class UpdateWorker:
             self._raise_error()
 
     def _raise_error(self) -> None:
-        if self._error is not None:
+        if self._queue.error is not None:
             self._has_raised = True
-            raise self._error
-
-    def _start(self) -> None:
-        if self._thread is not None:
-            return
-        self._threads += 1
-        # Each has a clock of its own in the stream checker.
-        name = f"worker {self._threads}"
-        before, self._ended = self._ended, self._streams.signal()
-        arguments = (name, before, self._ended)
-        thread = threading.Thread(target=self._work, args=arguments, name="host optimizer", daemon=True)
-        thread.start()
-        self._thread = thread
-        # A process that ends without `close` would stop the thread inside an update, and abort.
-        atexit.register(self.close)
-
-    def _forget_thread(self) -> None:
-        self._thread = None
-        atexit.unregister(self.close)
-
-    def _work(self, name: str, before: Signal | None, ended: Signal) -> None:
-        with self._streams.beside(name):
-            try:
-                if before is not None:
-                    before.wait()
-                while (update := self._next()) is not None:
-                    self._make(update)
-            except BaseException as error:
-                self._fail(error)
-            finally:
-                ended.set()
-
-    def _next(self) -> UnitUpdate | None:
-        """Waits for the next update: of those that have landed, the one of lowest rank. Returns None at the end."""
-        with self._changed:
-            while not self._coming and not self._landed:
-                if self._closed:
-                    return None
-                if not self._changed.wait(IDLE_S) and not (self._coming or self._landed or self._closed):
-                    self._forget_thread()
-                    return None
-            # They land in the order of their offers. To query each of a hundred takes a while, so those behind one that
-            # has not landed are not queried.
-            while self._coming and self._coming[0].has_landed():
-                self._landed.append(self._coming.popleft())
-            if not self._landed:
-                self._landed.append(self._coming.popleft())
-            first = min(self._landed, key=lambda update: update.rank)
-            # Of those of one unit in the order of their offers: where steps follow at once, a parameter has several.
-            return next(update for update in self._landed if update.unit is first.unit)
-
-    def _make(self, update: UnitUpdate) -> None:
-        streams = self._streams
-        update.offered.wait()
-        for event in update.landed:
-            event.synchronize()
-        for gradient in update.read:
-            streams.reads(None, gradient, "update")
-        streams.writes(None, update.unit.weights, "update")
-        start = perf_counter()
-        with profiled(f"update {update.unit.name}"):
-            parameters = update.make()
-        self._made += Counters(update_ms=(perf_counter() - start) * 1e3, updated_parameters=parameters)
-        with self._changed:
-            self._landed.remove(update)
-            # It refers to gradients, whose memory is used again only when nobody else does.
-            update.make = None
-            update.done.set()
-
-    def _fail(self, error: BaseException) -> None:
-        # The error first: threads that are woken look for it.
-        with self._changed:
-            self._error = error
-            for update in itertools.chain(self._coming, self._landed):
-                update.done.set()
-            self._coming.clear()
-            self._landed.clear()
-        # The thread ends, and is in no update.
-        atexit.unregister(self.close)
+            raise self._queue.error

@@ -147,7 +147,7 @@ def decides_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_busy(worker: UpdateWorker) -> bool:
     """True if the worker has updates left, landed or not."""
-    return bool(worker._coming or worker._landed)
+    return bool(worker._queue.coming or worker._queue.landed)
 
 
 def sleepy(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> list[str]:

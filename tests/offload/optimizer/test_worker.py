@@ -21,7 +21,6 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.worker import UpdateWorker
 from offload.streams import registry
 from offload.streams.stream_checker import CheckedEvent
 from tests import ROOT
@@ -296,26 +295,7 @@ optimizer.step()
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_an_idle_thread_ends_and_the_next_offer_starts_another(monkeypatch: pytest.MonkeyPatch):
-    started = []
-    start = UpdateWorker._start
-
-    def noted_start(self: UpdateWorker) -> None:
-        before = self._thread
-        start(self)
-        if self._thread is not before:
-            started.append(self._thread)
-
-    monkeypatch.setattr(UpdateWorker, "_start", noted_start)
-    monkeypatch.setattr("offload.optimizer.worker.IDLE_S", 0.0)
-    ours, theirs = with_copy(made(Stack))
-    assert_same(train(ours, LayerStream(), early=True, steps=3), train(theirs, Resident(), steps=3))
-    assert len(started) > 1
-    assert no_worker_lives()
-
-
-def test_a_mode_that_is_dropped_after_updates_is_freed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.optimizer.worker.IDLE_S", 0.01)
+def test_a_mode_that_is_dropped_after_updates_is_freed_and_its_thread_ends():
     streams = registry.acquire("cpu")
     model, mode = made(Stack), LayerStream()
     mode.attach(model, streams)
@@ -331,4 +311,5 @@ def test_a_mode_that_is_dropped_after_updates_is_freed(monkeypatch: pytest.Monke
         gc.collect()
         time.sleep(0.01)
     assert left() is None
+    assert no_worker_lives()
     registry.release(streams)
