@@ -49,8 +49,7 @@ class DPO(CausalLM):
             which has model.weights, whatever adapter.weights are. auto: adapter where an adapter begins from nothing,
             else cached.
 
-    Raises:
-        KnobError: a value is out of range.
+    Raises KnobError if a value is out of range.
     """
 
     figures = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")

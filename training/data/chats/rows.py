@@ -106,13 +106,13 @@ class Rows(ABC):
     def made(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Returns a batch of these rows, on the CPU."""
 
-    @abstractmethod
     def order(self, epoch: int) -> np.ndarray:
         """Returns the order of rows in an epoch: a permutation, int64 [num_blocks]."""
+        return epoch_order(self.num_blocks, self._seed, epoch)
 
-    @abstractmethod
     def spread(self, wanted: int) -> list[int]:
         """Returns so many rows, spread evenly over all of them."""
+        return [place * self.num_blocks // wanted for place in range(wanted)]
 
     def rows_of(self, index: int) -> list[int]:
         """Returns the rows of batch `index` >= 0; a batch may have the end of one epoch and the start of the next."""
@@ -174,15 +174,14 @@ class PaddedRows(Rows):
         return self._remembered(epoch)
 
     def spread(self, wanted: int) -> list[int]:
-        rows = [place * self.num_blocks // wanted for place in range(wanted)]
-        return sorted(rows, key=lambda row: (self._lengths[row], row))
+        return sorted(super().spread(wanted), key=lambda row: (self._lengths[row], row))
 
     def _order(self, epoch: int) -> np.ndarray:
         """Shuffles, sorts within windows of batches, and shuffles the batches of each window.
 
         What completes the last batch of the epoch before, and what is left for the last batch, is not sorted.
         """
-        order = epoch_order(self.num_blocks, self._seed, epoch)
+        order = super().order(epoch)
         size = self._batch_size
         first = min(-epoch * self.num_blocks % size, self.num_blocks)
         last = first + (self.num_blocks - first) // size * size
@@ -239,12 +238,6 @@ class PackedRows(Rows):
                 segments[row, start:end] = segment
                 start = end
         return {**_tensors(inputs, labels), "segments": torch.from_numpy(segments)}
-
-    def order(self, epoch: int) -> np.ndarray:
-        return epoch_order(self.num_blocks, self._seed, epoch)
-
-    def spread(self, wanted: int) -> list[int]:
-        return [place * self.num_blocks // wanted for place in range(wanted)]
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
