@@ -56,10 +56,10 @@ class Member(NamedTuple):
 class HostAdamW(torch.optim.AdamW):
     """torch's AdamW with masters, in which each parameter may be updated as soon as its gradient is there.
 
-    `step()` is that of any torch optimizer. Before it, `update(parameters)` may update some already, or in two parts: a
-    `claim` is taken where gradients land, and `apply` makes it later, on another thread, after a scheduler has changed
-    the settings and `zero_grad` has dropped the gradient. Each parameter is claimed once a step, which `step` or `skip`
-    ends. Updates of different parameters may be applied in any order.
+    `step()` is that of any torch optimizer. Before it some may be updated already: a `claim` is taken where gradients
+    land, and `apply` makes it then or later, on another thread, after a scheduler has changed the settings and
+    `zero_grad` has dropped the gradient. Each parameter is claimed once a step, which `step` or `skip` ends. Updates of
+    different parameters may be applied in any order.
 
     A bf16 or fp16 parameter is updated through a float32 master (Micikevicius et al. 2018), because without one an
     update below its resolution is lost; float32 parameters are updated in place. `allocate`, or the first update, makes
@@ -165,7 +165,13 @@ class HostAdamW(torch.optim.AdamW):
             return loss
         if self.deferral is not None:
             self.deferral.offer_all(scale * factor)
-        self.update(self._members, scale * factor)
+        claims = self.claim(self._members)
+        try:
+            self.apply(claims, scale * factor)
+        except BaseException:
+            # Else the next step would leave them out. Some are updated, as after an error in torch's AdamW.
+            self.release(claims)
+            raise
         self._claimed.clear()
         return loss
 
@@ -205,19 +211,6 @@ class HostAdamW(torch.optim.AdamW):
     def has_begun(self) -> bool:
         """True if a parameter is claimed in a step that neither `step` nor `skip` has ended."""
         return bool(self._claimed)
-
-    def update(self, parameters: Iterable[Tensor], scale: float = 1.0) -> None:
-        """Updates these parameters now, on the calling thread: `apply(claim(parameters), scale)`.
-
-        After an error some of them are updated and none of them is claimed, as after an error in torch's AdamW.
-        """
-        claims = self.claim(parameters)
-        try:
-            self.apply(claims, scale)
-        except BaseException:
-            # Else the next step would leave them out.
-            self.release(claims)
-            raise
 
     def claim(self, parameters: Iterable[Tensor], released: Mapping[Tensor, Tensor] | None = None) -> list[Claim]:
         """Claims the updates of those parameters that have a gradient and are not claimed yet in this step.

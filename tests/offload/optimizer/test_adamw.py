@@ -27,6 +27,10 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+def update(optimizer: HostAdamW, weights: list[torch.Tensor], scale: float = 1.0) -> None:
+    optimizer.apply(optimizer.claim(weights), scale)
+
+
 def test_equals_torchs_adamw_with_groups_and_a_schedule():
     def run(make) -> list[nn.Parameter]:
         weights = parameters()
@@ -59,7 +63,7 @@ def test_partial_updates_in_any_order_equal_one_step(order: list[int], dtype: to
     whole, parts = parameters(dtype), parameters(dtype)
     train(HostAdamW(whole, **SETTINGS, threads=1), whole, range(4))
     optimizer = HostAdamW(parts, **SETTINGS, threads=1)
-    train(optimizer, parts, range(4), before_step=lambda: [optimizer.update([parts[index]]) for index in order])
+    train(optimizer, parts, range(4), before_step=lambda: [update(optimizer, [parts[index]]) for index in order])
     assert same(whole, parts)
     assert all(optimizer.state[parameter]["step"] == 4 for parameter in parts)
 
@@ -68,7 +72,7 @@ def test_noise_depends_on_the_place_of_a_parameter_and_not_on_the_order_of_updat
     def run(order: list[int]) -> list[nn.Parameter]:
         weights = parameters(torch.bfloat16)
         optimizer = HostAdamW(weights, **SETTINGS, threads=1, master="stochastic")
-        before = lambda: [optimizer.update([weights[index]]) for index in order]  # noqa: E731
+        before = lambda: [update(optimizer, [weights[index]]) for index in order]  # noqa: E731
         return train(optimizer, weights, range(3), before_step=before)
 
     assert same(run([]), run([3, 1, 0]))
@@ -85,7 +89,7 @@ def test_an_update_happens_before_step():
     optimizer = HostAdamW(weights, **SETTINGS, threads=1)
     before = [weight.detach().clone() for weight in weights]
     give_gradients(weights, 0)
-    optimizer.update(weights[:1])
+    update(optimizer, weights[:1])
     assert not torch.equal(weights[0], before[0])
     assert same(weights[1:], before[1:])
 
@@ -110,7 +114,7 @@ def test_a_scale_is_that_of_the_gradients():
     optimizer = HostAdamW(scaled, **SETTINGS, threads=1)
     give_gradients(scaled, 0)
     kept = scaled[0].grad.clone()
-    optimizer.update(scaled[:2], scale=0.25)
+    update(optimizer, scaled[:2], scale=0.25)
     optimizer.step(scale=0.25)
     assert torch.equal(scaled[0].grad, kept)
     give_gradients(by_hand, 0)
@@ -127,7 +131,7 @@ def test_without_a_gradient_a_parameter_is_left_alone():
     versions = [weight._version for weight in weights]
     optimizer = HostAdamW(weights, **SETTINGS)
     weights[0].grad = torch.ones_like(weights[0])
-    optimizer.update(weights)
+    update(optimizer, weights)
     optimizer.step()
     assert not torch.equal(weights[0], before[0])
     assert same(weights[1:], before[1:])
@@ -144,8 +148,8 @@ def test_a_tied_parameter_is_updated_once():
     optimizer = HostAdamW(model.parameters(), **SETTINGS, threads=1)
     give_gradients([alone], 0)
     model["head"].weight.grad = alone.grad.clone()
-    optimizer.update([model["embedding"].weight, model["head"].weight])
-    optimizer.update([model["head"].weight])
+    update(optimizer, [model["embedding"].weight, model["head"].weight])
+    update(optimizer, [model["head"].weight])
     optimizer.step()
     HostAdamW([alone], **SETTINGS, threads=1).step()
     assert torch.equal(model["head"].weight, alone)
