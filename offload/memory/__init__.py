@@ -1,4 +1,4 @@
 """Memory of the host and of the device: blocks, page locks, slots, and what the machine has.
 
-Read `host_memory` first, then `device_slots`. `bandwidth` measures the copies between the two.
+Read `host_memory` first, then `device_slots`.
 """

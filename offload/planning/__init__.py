@@ -13,7 +13,6 @@ The names in `__all__` are public, beside those of `offload`. Read `dry_run` fir
   updates that are undone.
 """
 
-from offload.memory.bandwidth import Bandwidth, measure_bandwidth
 from offload.memory.limits import free_host_bytes, usable_host_bytes
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernel_choice import measure_update_rate
@@ -29,7 +28,7 @@ from offload.planning.cost_model import (
 from offload.planning.dry_run import DryRun, Phase, dry_run, dry_run_forwards, left_as_found
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
-from offload.planning.simulated_streams import PlannedSharers, SimulatedStreams, Work
+from offload.planning.simulated_streams import Bandwidth, PlannedSharers, SimulatedStreams, Work, measure_bandwidth
 from offload.speculation.undo_log import bytes_of_logs, can_be_undone, log_bytes
 from offload.weights.gradients.final import NotFinalError
 from offload.weights.streamer import GRADIENT_SLOTS

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offload.memory.bandwidth import Bandwidth
 from offload.planning.dry_run import Phase
-from offload.planning.simulated_streams import Work
+from offload.planning.simulated_streams import Bandwidth, Work
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.memory.bandwidth import Bandwidth
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.planning.simulated_streams import Bandwidth
 from scripts.bench import rows_of, weight_modes, with_ratios
 from scripts.workload import build_mode
 from tests import ROOT

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from offload.memory.bandwidth import Bandwidth
 from offload.planning.cost_model import Forecast, UpdateTimes, bounded_by_files, floor_ms, forecast, hidden_share
 from offload.planning.dry_run import Phase
+from offload.planning.simulated_streams import Bandwidth
 
 BUS = Bandwidth(h2d=50.0, d2h=40.0, both=30.0)
 GB = 1e9

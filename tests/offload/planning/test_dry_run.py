@@ -21,7 +21,6 @@ from torch import nn
 
 from offload.activations.checkpointing import recompute
 from offload.blocks import find_blocks
-from offload.memory.bandwidth import Bandwidth
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
@@ -30,7 +29,7 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.dry_run import MOVED, DryRun, ForwardRun, dry_run, dry_run_forwards, left_as_found
-from offload.planning.simulated_streams import SimulatedStreams, Work
+from offload.planning.simulated_streams import Bandwidth, SimulatedStreams, Work
 from offload.weights.gradients import ring
 from offload.weights.gradients.final import NotFinalError
 from tests.offload.helpers.mapped import with_low_rank, write_frozen

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from offload.memory.bandwidth import Bandwidth
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
+from offload.planning import simulated_streams
 from offload.planning.dry_run import DryRun, dry_run
-from offload.planning.simulated_streams import PlannedSharers, SimulatedStreams, Work
+from offload.planning.simulated_streams import Bandwidth, PlannedSharers, SimulatedStreams, Work, measure_bandwidth
 from offload.sharing.sharers import NO_SHARERS
+from offload.streams.registry import Streams
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
@@ -20,29 +21,29 @@ MB = 10**6
 
 
 @pytest.fixture
-def streams() -> SimulatedStreams:
+def timed() -> SimulatedStreams:
     """1 MFLOP takes 1 ms, 1 MB takes 1 ms in, 2 ms out, 4 ms each while both last."""
     return SimulatedStreams(torch.device("meta"), Bandwidth(h2d=1.0, d2h=0.5, both=0.25), flops_per_s=1e9)
 
 
-def test_streams_go_on_side_by_side_until_one_waits(streams: SimulatedStreams):
-    done = streams.event()
-    with streams.on(streams.h2d):
-        streams.spend(0, 3 * MB)
-    done.record(streams.h2d)
-    streams.spend(MB, 0)
-    streams.compute.wait_event(done)
-    streams.spend(MB, 0)
-    assert streams.work == [Work("copy in", 0, 3), Work("compute", 0, 1), Work("compute", 3, 4)]
-    assert streams.step_ms == 4
+def test_streams_go_on_side_by_side_until_one_waits(timed: SimulatedStreams):
+    done = timed.event()
+    with timed.on(timed.h2d):
+        timed.spend(0, 3 * MB)
+    done.record(timed.h2d)
+    timed.spend(MB, 0)
+    timed.compute.wait_event(done)
+    timed.spend(MB, 0)
+    assert timed.work == [Work("copy in", 0, 3), Work("compute", 0, 1), Work("compute", 3, 4)]
+    assert timed.step_ms == 4
 
 
-def test_a_bus_that_works_both_ways_is_slower(streams: SimulatedStreams):
-    with streams.on(streams.h2d):
-        streams.spend(0, MB)
-    with streams.on(streams.d2h):
-        streams.spend(0, MB)
-    assert streams.work == [Work("copy in", 0, 1), Work("copy out", 0, 4)]
+def test_a_bus_that_works_both_ways_is_slower(timed: SimulatedStreams):
+    with timed.on(timed.h2d):
+        timed.spend(0, MB)
+    with timed.on(timed.d2h):
+        timed.spend(0, MB)
+    assert timed.work == [Work("copy in", 0, 1), Work("copy out", 0, 4)]
 
 
 def test_exchanges_are_beside_copies():
@@ -54,26 +55,26 @@ def test_exchanges_are_beside_copies():
     assert streams.work == [Work("copy in", 0, 3), Work("exchange", 0, 2)]
 
 
-def test_a_host_that_waits_holds_up_what_it_queues_later(streams: SimulatedStreams):
-    streams.spend(5 * MB, 0)
-    streams.synchronize()
-    with streams.on(streams.d2h):
-        streams.spend(0, MB)
-    assert streams.work[-1] == Work("copy out", 5, 7)
+def test_a_host_that_waits_holds_up_what_it_queues_later(timed: SimulatedStreams):
+    timed.spend(5 * MB, 0)
+    timed.synchronize()
+    with timed.on(timed.d2h):
+        timed.spend(0, MB)
+    assert timed.work[-1] == Work("copy out", 5, 7)
 
 
-def test_a_step_begins_at_zero(streams: SimulatedStreams):
-    streams.spend(5 * MB, 0)
-    streams.start_step()
-    streams.spend(MB, 0)
-    assert streams.work == [Work("compute", 0, 1)]
+def test_a_step_begins_at_zero(timed: SimulatedStreams):
+    timed.spend(5 * MB, 0)
+    timed.start_step()
+    timed.spend(MB, 0)
+    assert timed.work == [Work("compute", 0, 1)]
 
 
-def test_what_copies_nothing_takes_no_time(streams: SimulatedStreams):
-    with streams.on(streams.h2d):
-        streams.spend(MB, 0)
-    assert streams.work == []
-    assert streams.step_ms == 0
+def test_what_copies_nothing_takes_no_time(timed: SimulatedStreams):
+    with timed.on(timed.h2d):
+        timed.spend(MB, 0)
+    assert timed.work == []
+    assert timed.step_ms == 0
 
 
 def test_dequantising_takes_the_time_of_the_devices_memory():
@@ -101,6 +102,40 @@ def test_a_step_of_a_dry_run_is_as_long_as_its_parts_allow():
     # 12 MFLOP at 1 ms each; the first waits 4 ms for its weights, the last gradient takes 4 ms to leave.
     compute = step(flops_per_s=1e8)
     assert compute.step_ms == pytest.approx(4 + 120 + 4, rel=0.1)
+
+
+# The bus.
+
+
+def test_bandwidth_is_measured_each_way_and_both(streams: Streams):
+    speed = measure_bandwidth(streams, nbytes=2**20, repeats=3)
+    assert min(speed.h2d, speed.d2h, speed.both) > 0.01
+
+
+def test_each_direction_is_timed_with_its_own_copies(streams: Streams, monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+
+    def takes(seconds: float):
+        def copy(*_: object, **__: object) -> None:
+            clock[0] += seconds
+
+        return copy
+
+    monkeypatch.setattr(simulated_streams, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(simulated_streams.Transfer, "copy_in", takes(0.001))
+    monkeypatch.setattr(simulated_streams.Transfer, "copy_out", takes(0.003))
+    speed = measure_bandwidth(streams, nbytes=10**6, repeats=3)
+    # 1 MB in 1 ms is 1 GB/s.
+    assert (speed.h2d, speed.d2h, speed.both) == pytest.approx((1.0, 1 / 3, 1 / 4))
+
+
+def test_copies_both_ways_are_slower_while_both_last():
+    bus = Bandwidth(h2d=50.0, d2h=40.0, both=25.0)
+    assert bus.two_way_ms(50e6, 0) == pytest.approx(1.0)
+    assert bus.two_way_ms(0, 40e6) == pytest.approx(1.0)
+    # 25 MB each way at 25 GB/s, then the rest of the longer one alone.
+    assert bus.two_way_ms(75e6, 25e6) == pytest.approx(1.0 + 1.0)
+    assert bus.two_way_ms(25e6, 65e6) == pytest.approx(1.0 + 1.0)
 
 
 # Processes that share homes.

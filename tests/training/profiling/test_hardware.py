@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload.memory.bandwidth import Bandwidth
+from offload.planning.simulated_streams import Bandwidth
 from training.errors import UserError
 from training.profiling import hardware
 
