@@ -1,4 +1,4 @@
 """Scores on the held-out split, and samples, between the steps of a run.
 
-Read `held_out` first, then `samples`. `step_intervals` tells when either is due.
+Read `held_out` first, then `samples`.
 """

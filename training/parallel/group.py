@@ -29,9 +29,6 @@ from training.parallel.reduce import reduce_gradients
 from training.parallel.sharers import GroupSharers, HostGroups, of_first
 from training.runs.invocation import Invocation
 
-# The number of updates among the states of a parameter.
-STEP = "step"
-
 
 def refuse_statistics(model: nn.Module) -> None:
     """Raises UserError for a model with running statistics, which would differ from rank to rank."""
@@ -65,18 +62,14 @@ class Copies:
         """
         self._optimizer.finish()
         self._optimizer.states.bring_home()
-        return {name: tensor for name, (tensor, is_shared) in self._all().items() if not is_shared}
+        return self._all(shared=False)
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Returns by name those of which the ranks of a host have one copy, in the same order on every rank.
 
         All ranks of the host have called `tensors` since their last updates.
         """
-        return {name: tensor for name, (tensor, is_shared) in self._all().items() if is_shared}
-
-    def renew_copies(self) -> None:
-        """Copies weights into the copies beside their states, which are not among the tensors."""
-        renew_copies(self._model, self._optimizer)
+        return self._all(shared=True)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, model in ("", self._model), ("reference", self._reference):
@@ -84,16 +77,16 @@ class Copies:
                 yield from model.named_parameters(prefix)
                 yield from model.named_buffers(prefix)
 
-    def _all(self) -> dict[str, tuple[Tensor, bool]]:
-        """Returns all tensors by name, each with whether the ranks of a host share it."""
+    def _all(self, shared: bool) -> dict[str, Tensor]:
         found = {}
         for name, tensor in self._named():
-            is_shared = name in self._shared
-            found |= {key: (stored, is_shared) for key, stored in stored_tensors(name, tensor).items()}
+            if (name in self._shared) == shared:
+                found |= stored_tensors(name, tensor)
         for name, tensor in optimizer_tensors(self._model, self._optimizer).items():
             parameter, _, key = name.rpartition(".")
             # Each rank counts its updates.
-            found[name] = tensor, parameter in self._shared and key != STEP
+            if (parameter in self._shared and key != "step") == shared:
+                found[name] = tensor
         return found
 
 
@@ -166,7 +159,8 @@ class Group(Ranks):
         if self._firsts is not None:
             for tensor in self._copies.shared_tensors().values():
                 self._copy_from_first(tensor, self._firsts)
-        self._copies.renew_copies()
+        # Beside states on a device are copies of their weights, which are not among the tensors.
+        renew_copies(model, optimizer)
         if self.shares_homes:
             # Nobody reads the homes of a host before they have their values.
             meet(self._sharers, "copying the weights to all hosts")
@@ -263,7 +257,7 @@ class Group(Ranks):
 
 
 def _own_memory(share: Share) -> Share:
-    return replace(share, parts=tuple(_copied(part) for part in share.parts))
+    return replace(share, parts=tuple(map(_copied, share.parts)))
 
 
 def _copied(batch: Batch) -> Batch:

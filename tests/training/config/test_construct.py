@@ -34,12 +34,6 @@ def test_a_mode_gets_the_values_of_its_keys():
     assert (mode.slots, mode.include, mode.prefetch) == (5, ["blocks.*"], None)
 
 
-def test_a_mode_over_another_gets_it_made():
-    mode = make_mode(composed("offload=layer_stream_swap", "offload.weights.slots=5").offload)
-    assert (type(mode.weights), mode.weights.slots, mode.budget) == (LayerStream, 5, 0)
-    assert type(make_mode(composed("offload=tensor_swap").offload).weights) is Resident
-
-
 @pytest.mark.parametrize(
     ("overrides", "mode", "weights"),
     [

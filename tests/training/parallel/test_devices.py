@@ -25,10 +25,6 @@ def threads_as_before():
     torch.set_num_threads(before)
 
 
-def test_ranks_on_the_cpu_share_it():
-    assert device_of("cpu", 3, 2) == torch.device("cpu")
-
-
 def test_each_rank_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch):
     chosen = []
     monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda", 0))
@@ -53,11 +49,6 @@ def test_ranks_of_several_hosts_have_the_gpus_and_cores_of_their_own(monkeypatch
         monkeypatch.setattr(devices, "bind_to_node", lambda nodes, rank, bound=bound: bound)
         assert take_seat("auto", world) == Seat(torch.device("cuda", 1), cores)
     assert take_seat("auto", world).cores == 8
-
-
-def test_ranks_on_the_cpu_are_not_bound(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(devices, "bind_to_node", lambda nodes, rank: pytest.fail("it was bound"))
-    assert take_seat("cpu", World(0, 2, 0, 2)).device == torch.device("cpu")
 
 
 def test_a_gpu_by_number_is_refused_for_several():

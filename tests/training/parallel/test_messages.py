@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from tests.training.helpers.in_process import composed
 from tests.training.parallel.conftest import exchanged
 from training.config.schema import RecomputeBlocks
-from training.parallel.messages import Messages, Waiter, decoded, encoded, end_collectives, first_sentence, from_first
+from training.parallel.messages import Messages, Waiter, decoded, encoded, end_collectives, from_first
 from training.parallel.ranks import RankLostError
 
 
@@ -27,11 +27,6 @@ def test_a_configuration_keeps_values_and_types():
     for key in ("offload", "offload.weights", "optimizer", "recompute"):
         assert OmegaConf.get_type(OmegaConf.select(found, key)) is OmegaConf.get_type(OmegaConf.select(config, key))
     assert OmegaConf.get_type(found.recompute) is RecomputeBlocks
-
-
-def test_a_tensor_arrives_as_it_is():
-    tensor = torch.randn(3, 4).to(torch.bfloat16)
-    assert torch.equal(decoded(encoded({"a": tensor})[1])["a"], tensor)
 
 
 class Alone(Messages):
@@ -73,14 +68,6 @@ def test_a_broken_exchange_is_the_end_of_another_rank():
         RankLostError, match=r"^rank 1 hangs in an exchange, which took longer than parallel.timeout_s=5"
     ):
         messages.attempt(lambda: fail(RuntimeError("Timed out waiting 5000ms")))
-
-
-def test_an_error_of_the_call_is_raised():
-    waiter = Waiter()
-    with pytest.raises(RuntimeError, match="broken"):
-        waiter.wait(lambda: (_ for _ in ()).throw(RuntimeError("broken")))
-    waiter.wait(lambda: None)
-    waiter.close()
 
 
 def test_a_call_that_has_returned_is_kept_by_nobody():
@@ -134,8 +121,3 @@ def test_all_groups_are_ended_also_where_one_has_ended_by_itself():
 
     end_collectives([Queued("first"), Queued("second")])
     assert ended == ["first", "second"]
-
-
-def test_of_an_error_the_first_sentence_is_told_without_its_place():
-    text = "[/src/gloo/pair.cc:538] Connection closed by peer [::1]:123. It is no fault of\n this process. See there."
-    assert first_sentence(text) == "Connection closed by peer [::1]:123"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.training.parallel.conftest import exchanged
 from training.errors import UserError
-from training.parallel.reduce import gather_into, ordered_sum, ordered_sum_of_hosts, reduce_gradients
+from training.parallel.reduce import ordered_sum, ordered_sum_of_hosts, reduce_gradients
 from training.parallel.sharers import HostGroups
 
 
@@ -138,19 +137,3 @@ def test_the_order_shows_in_these_gradients(results):
     a, b, c = (next(g for g in gradients(rank) if g is not None) for rank in range(3))
     assert not torch.equal((a + b) + c, a + (b + c))
     assert torch.equal((a + b) + c, results[0][torch.float32][0])
-
-
-def gathered(rank: int) -> tuple[Tensor, Tensor]:
-    whole = torch.zeros(6, dtype=torch.uint8)
-    own = whole[3 * rank : 3 * rank + 3].fill_(rank + 1)
-    with warnings.catch_warnings(action="error"):
-        gather_into(whole, own, dist.group.WORLD)
-    later = torch.zeros(2, dtype=torch.int64)
-    gather_into(later, torch.tensor([rank + 5]), dist.group.WORLD, later=True).wait()
-    return whole, later
-
-
-def test_slices_of_all_ranks_are_gathered_in_place(tmp_path: Path):
-    for whole, later in exchanged(gathered, tmp_path, 2):
-        assert whole.tolist() == [1, 1, 1, 2, 2, 2]
-        assert later.tolist() == [5, 6]

@@ -248,9 +248,3 @@ def test_microbatches_of_a_rank_are_added_before_the_ranks_are(tmp_path: Path):
     for homes in ("shared", "own"):
         run_ranks(tmp_path / homes, *keys, f"parallel.homes={homes}")
     assert content(at(tmp_path / "shared", 3)) == content(at(tmp_path / "own", 3))
-
-
-def test_a_run_moves_to_ranks_that_share_weights_and_back(one: Path, two: Path):
-    back = one.with_name("back")
-    run_here(back, *RUN, *STREAMED, "microbatches=2", f"resume={two}")
-    assert content(at(back, 6)) == content(at(one, 6))
