@@ -11,7 +11,7 @@ from torch import Tensor
 
 from training.data.examples import NumberedExamples
 from training.data.packing import random_words
-from training.data.pictures import meta_images
+from training.data.pictures import as_images, meta_images
 from training.errors import UserError
 
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
@@ -109,8 +109,7 @@ class Glyphs(NumberedExamples):
 
     def examples(self, numbers: Sequence[int], epochs: Sequence[int]) -> dict[str, Tensor]:
         """Returns `images`, and `labels` if there are any, of these examples: the same in each epoch."""
-        levels = np.stack([self._image(number) for number in numbers])
-        images = torch.from_numpy(levels).float().div_(127.5).sub_(1).unsqueeze(1)
+        images = as_images([self._image(number)[None] for number in numbers])
         if self.num_classes is None:
             return {"images": images}
         return {"images": images, "labels": torch.tensor([number % self.num_classes for number in numbers])}

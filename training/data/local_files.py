@@ -9,7 +9,7 @@ import glob
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from training.data.corpus import check_column, is_text
 from training.errors import UserError, first_line
@@ -21,6 +21,8 @@ BATCH_BYTES = 1 << 24
 LONGEST_JSON_BYTES = 1 << 30
 
 Pieces = Iterator[tuple[str, bool]]
+Rows = Iterator[tuple[str, dict[str, Any]]]
+"""pairs (place in the file, row)"""
 
 
 def find_files(
@@ -103,23 +105,19 @@ def _next_lines(readline: Callable[[int], str]) -> Iterator[str]:
             return
 
 
-def _read_json_lines(file: Path, text_column: str) -> Pieces:
-    with file.open("rb") as lines:
-        yield from _documents((row for _, row in json_lines(lines)), text_column, str(file))
-
-
-def json_lines(lines: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields pairs (place, row) of a file with an object a line. Raises ValueError for a line that is none."""
+def json_lines(file: Path) -> Rows:
+    """Yields the rows of a file with an object a line. Raises ValueError for a line that is none."""
     number = 0
-    while line := lines.readline(LONGEST_JSON_BYTES + 1):
-        number += 1
-        if len(line) > LONGEST_JSON_BYTES:
-            raise ValueError(f"line {number} is longer than {LONGEST_JSON_BYTES >> 20} MiB")
-        if not line.isspace():
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            # Not needed any more, and as large as the text.
-            del line
-            yield f"line {number}", _row(_parsed(text, f"line {number}"), f"line {number}")
+    with file.open("rb") as lines:
+        while line := lines.readline(LONGEST_JSON_BYTES + 1):
+            number += 1
+            if len(line) > LONGEST_JSON_BYTES:
+                raise ValueError(f"line {number} is longer than {LONGEST_JSON_BYTES >> 20} MiB")
+            if not line.isspace():
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                # Not needed any more, and as large as the text.
+                del line
+                yield f"line {number}", _row(_parsed(text, f"line {number}"), f"line {number}")
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -137,48 +135,53 @@ def _row(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def json_value(file: Path) -> Any:
-    """Returns what a .json file has; None for one that has an object a line, or is no JSON. Raises ValueError."""
+def json_rows(file: Path, of_object: Callable[[dict[str, Any]], list[Any]]) -> Rows:
+    """Yields the rows of a .json file: a list of objects, an object a line, or an object that `of_object` makes a list.
+
+    Raises ValueError for anything else.
+    """
     nbytes = file.stat().st_size
     if nbytes > LONGEST_JSON_BYTES:
         limit = f"{LONGEST_JSON_BYTES >> 20} MiB"
         raise ValueError(f"a .json file of more than {limit} is read whole: write an object a line, as .jsonl")
     text = file.read_text(encoding="utf-8-sig")
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("the file is nested too deeply") from None
     except ValueError:
-        return None
-
-
-def json_items(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields pairs (place, row) of what a .json file has. Raises ValueError if that is no list of objects."""
+        value = None
+    del text
+    if value is None:
+        # An object a line, or not JSON, in which case that reader says where.
+        yield from json_lines(file)
+        return
+    if isinstance(value, dict):
+        value = of_object(value)
     if not isinstance(value, list):
         raise ValueError("the file is neither a list of objects nor an object of columns")
     for number, item in enumerate(value, start=1):
         yield f"item {number}", _row(item, f"item {number}")
 
 
+def _read_json_lines(file: Path, text_column: str) -> Pieces:
+    return _documents(json_lines(file), text_column, str(file))
+
+
 def _read_json(file: Path, text_column: str) -> Pieces:
-    """Reads a list of objects, an object of columns, or an object a line."""
-    value = json_value(file)
-    if value is None:
-        # An object a line, or not JSON, in which case that reader says where.
-        yield from _read_json_lines(file, text_column)
-        return
-    if isinstance(value, dict):
+    def column_of(value: dict[str, Any]) -> list[dict[str, Any]]:
         columns = {name: column if isinstance(column, list) else [column] for name, column in value.items()}
         check_column(text_column, columns, str(file))
-        value = [{text_column: item} for item in columns[text_column]]
-    yield from _documents((row for _, row in json_items(value)), text_column, str(file))
+        return [{text_column: item} for item in columns[text_column]]
+
+    return _documents(json_rows(file, column_of), text_column, str(file))
 
 
-def _documents(rows: Iterator[dict[str, Any]], text_column: str, source: str) -> Pieces:
+def _documents(rows: Rows, text_column: str, source: str) -> Pieces:
     """Yields the texts of rows. Of ROWS_PER_READ rows at least one must have the column."""
     names: dict[str, None] = {}
     count = 0
-    for row in rows:
+    for _, row in rows:
         names.update(dict.fromkeys(row))
         count += 1
         if is_text(row.get(text_column), text_column, source):

@@ -106,7 +106,7 @@ class Square:
 
 
 def as_images(squares: list[np.ndarray]) -> Tensor:
-    """Returns squares uint8 [3, size, size] as float32 [B, 3, size, size] from -1 to 1."""
+    """Returns squares uint8 [C, size, size] as float32 [B, C, size, size] from -1 to 1."""
     return torch.from_numpy(np.stack(squares)).float().div_(127.5).sub_(1)
 
 

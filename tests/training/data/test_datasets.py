@@ -1,8 +1,5 @@
 """The datasets of the `dataset` group: their tokens, and batches that depend on seed and index alone."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from tests import ROOT
+from tests.training.helpers.elsewhere import run_elsewhere
 from tests.training.helpers.pretrained_folder import small_tokenizer
 from training.data import packing
 from training.data.datasets import StdlibText, SyntheticTokens, TextFiles
@@ -104,24 +101,6 @@ def corpus(write, tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "texts" / "*.txt"), str(tmp_path / "tokenizer.json")
 
 
-def run_python(program: str, folder: Path, **environment: str) -> str:
-    """Runs `program` in `folder`, with a home and a temporary folder below it, and returns its output."""
-    (folder / "home").mkdir()
-    (folder / "tmp").mkdir()
-    (folder / "here").mkdir()
-    own = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "PYTHON"))}
-    completed = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**kept, **own, **environment},
-        cwd=folder / "here",
-        capture_output=True,
-        text=True,
-    )
-    assert completed.returncode == 0, completed.stderr
-    return completed.stdout
-
-
 @pytest.mark.slow
 def test_batches_are_the_same_in_another_process_and_nothing_is_left_behind(
     corpus: tuple[str, str], tmp_path: Path
@@ -130,14 +109,11 @@ def test_batches_are_the_same_in_another_process_and_nothing_is_left_behind(
     exec(DIGESTS, scope)
     expected = scope["digests"](*corpus, range(5))
 
-    folder = tmp_path / "other"
-    folder.mkdir()
     call = f"print(digests(*{corpus!r}, [4, 2, 0, 3, 1]))"
     one_thread = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    printed = run_python(DIGESTS + call, folder, PYTHONHASHSEED="12345", LC_ALL="C", **one_thread)
+    printed = run_elsewhere(DIGESTS + call, tmp_path / "other", PYTHONHASHSEED="12345", LC_ALL="C", **one_thread)
     assert printed.strip() == str(expected)
-    assert [path for path in folder.rglob("*") if not path.is_dir()] == []
-    assert sorted(path.name for path in folder.rglob("*")) == ["here", "home", "tmp"]
+    assert sorted(path.name for path in (tmp_path / "other").rglob("*")) == ["here", "home", "tmp"]
 
 
 def test_keys_say_what_stands_around_documents(tmp_path: Path):

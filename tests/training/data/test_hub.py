@@ -1,9 +1,6 @@
 """Text streamed from a repository with the layout of the Hugging Face Hub, and from a stand-in for the Hub."""
 
-import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from tests import ROOT
+from tests.training.helpers.elsewhere import run_elsewhere
 from tests.training.helpers.hub_server import hub_server
 from training.data.datasets import HubText
 from training.errors import UserError
@@ -177,18 +174,7 @@ for name in ("me/typo", "not a name", "too/many/parts"):
 
 @pytest.mark.slow
 def test_reading_from_the_hub_writes_into_the_given_folder_only(tmp_path: Path) -> None:
-    for name in ("home", "tmp", "here"):
-        (tmp_path / name).mkdir()
-    own = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "PYTHON"))}
     with hub_server() as address:
-        completed = subprocess.run(
-            [sys.executable, "-c", FROM_THE_HUB],
-            env={**kept, **own, "HF_ENDPOINT": address},
-            cwd=tmp_path / "here",
-            capture_output=True,
-            text=True,
-        )
-    assert completed.returncode == 0, completed.stderr
+        run_elsewhere(FROM_THE_HUB, tmp_path, HF_ENDPOINT=address)
     written = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*") if path.is_file()}
     assert written == {("here", "run")}

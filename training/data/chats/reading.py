@@ -8,24 +8,21 @@ columns of `Json`, in which the library `datasets` keeps values as they are.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from training.data.corpus import import_datasets
 from training.data.hub_rows import open_rows
-from training.data.local_files import find_files, json_items, json_lines, json_value, read_each
+from training.data.local_files import Rows, find_files, json_lines, json_rows, read_each
 from training.errors import UserError, first_line
 
 EXTENSIONS = (".jsonl", ".json", ".parquet")
 USE_LOCAL_FILES = "or train on local files with dataset.files=PATH"
 
-Rows = Iterator[tuple[str, dict[str, Any]]]
-"""pairs (place, row); the place names file and row, for messages"""
-
 
 def read_files(patterns: str | Sequence[str] | None, key: str = "dataset.files") -> Rows:
-    """Yields the rows of local files that `key` gave.
+    """Yields the rows of local files that `key` gave; the place of each names the file too.
 
     A .jsonl file has an object a line, a .json file that or a list of objects, or one object.
 
@@ -52,17 +49,8 @@ def _named(source: str, rows: Rows) -> Rows:
     return ((f"{source} {place}", row) for place, row in rows)
 
 
-def _read_json_lines(file: Path) -> Rows:
-    with file.open("rb") as lines:
-        yield from json_lines(lines)
-
-
 def _read_json(file: Path) -> Rows:
-    value = json_value(file)
-    if value is None:
-        yield from _read_json_lines(file)
-    else:
-        yield from json_items([value] if isinstance(value, dict) else value)
+    return json_rows(file, lambda value: [value])
 
 
 def _read_parquet(file: Path) -> Rows:
@@ -97,4 +85,4 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-READERS = {".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet}
+READERS = {".jsonl": json_lines, ".json": _read_json, ".parquet": _read_parquet}
