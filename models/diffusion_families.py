@@ -21,15 +21,13 @@ from models.diffusion_family import (
 )
 from models.diffusion_inputs import (
     constant,
+    exchanged,
     guidance,
     image_after_text,
-    layers_first,
-    layers_last,
     length_of,
+    listed,
     mask_of,
     mask_of_text_and_patches,
-    one_by_layer,
-    one_by_one,
     one_image,
     patch_counts,
     places,
@@ -71,7 +69,7 @@ IMAGES: dict[str, Family] = {
             ),
         },
         layout=SINGLES,
-        inputs=(places(side=1), one_by_layer("text_encoder_layers")),
+        inputs=(places(side=1), listed("text_encoder_layers", dim=1)),
         required={"patch_size": 1, "guidance_embeds": False},
     ),
     "ChromaTransformer2DModel": Called(
@@ -110,7 +108,7 @@ IMAGES: dict[str, Family] = {
             "pooled_embeds": ("text_emb_dim",),
         },
         layout=PatchesInTraining(),
-        inputs=(layers_first("encoder_hidden_states_llama3"),),
+        inputs=(exchanged("encoder_hidden_states_llama3", 0, 1),),
         time="timesteps",
         to_image=True,
     ),
@@ -152,7 +150,7 @@ IMAGES: dict[str, Family] = {
         steps=1,
         rounded=True,
         sizes={"encoder_hidden_states": ("num_text_layers", 512, "text_hidden_dim")},
-        inputs=(layers_last("encoder_hidden_states"), places_in_one),
+        inputs=(exchanged("encoder_hidden_states", 1, 2), places_in_one),
     ),
     "LongCatImageTransformer2DModel": Called(**_FLUX, sizes=sizes_of_text(512, _JOINT), inputs=(places_after_text,)),
     "Lumina2Transformer2DModel": Called(
@@ -233,7 +231,7 @@ IMAGES: dict[str, Family] = {
     "UNet2DModel": Unet(),
     "ZImageTransformer2DModel": Called(
         sizes={"cap_feats": (512, "cap_feat_dim")},
-        inputs=(one_by_one("cap_feats"),),
+        inputs=(listed("cap_feats"),),
         layout=Separate(),
         latents="x",
         time="t",

@@ -96,9 +96,14 @@ def times_of_frames(given: Given) -> dict[str, Any]:
     return {"timestep": times, "r_timestep": times}
 
 
-def turned(argument: str) -> Made:
-    """Returns a condition [B, C, length] with its channels last."""
-    return lambda given: {argument: given.condition[argument].transpose(1, 2)}
+def exchanged(argument: str, one: int, other: int) -> Made:
+    """Returns a condition with two of its dimensions exchanged."""
+    return lambda given: {argument: given.condition[argument].transpose(one, other)}
+
+
+def listed(argument: str, dim: int = 0) -> Made:
+    """Returns a condition as a list of tensors: one for each example, or for each place in another dimension."""
+    return lambda given: {argument: list(given.condition[argument].unbind(dim))}
 
 
 def no_latents(argument: str) -> Made:
@@ -123,11 +128,7 @@ def guidance(scale: float, rounded: bool = False) -> Made:
 
 def scaled_guidance(scale: float) -> Made:
     """Returns `guidance` times the scale of its embedding in the configuration."""
-
-    def made(given: Given) -> dict[str, Any]:
-        return guidance(scale * given.config["guidance_embeds_scale"])(given)
-
-    return made
+    return lambda given: guidance(scale * given.config["guidance_embeds_scale"])(given)
 
 
 def places(
@@ -315,21 +316,6 @@ def padding(given: Given) -> dict[str, Any]:
     return {"padding_mask": given.noisy.new_zeros(1, 1, *given.sides)}
 
 
-def one_by_layer(argument: str) -> Made:
-    """Returns a condition [B, layers, tokens, width] as a list with one tensor for each layer."""
-    return lambda given: {argument: list(given.condition[argument].unbind(1))}
-
-
-def layers_last(argument: str) -> Made:
-    """Returns a condition [B, layers, tokens, width] with its layers after its tokens."""
-    return lambda given: {argument: given.condition[argument].transpose(1, 2)}
-
-
-def layers_first(argument: str) -> Made:
-    """Returns a condition [B, layers, tokens, width] with its layers first."""
-    return lambda given: {argument: given.condition[argument].transpose(0, 1)}
-
-
 def text_for_each_frame(given: Given) -> dict[str, Any]:
     """Returns the text of a video once for each frame, [B * frames, tokens, width]."""
     return {TEXT: given.condition[TEXT].repeat_interleave(given.noisy.shape[2], dim=0)}
@@ -342,11 +328,6 @@ def rounded_times(network: nn.Module) -> None:
 
 def _rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> Tensor:
     return inputs[0].to(layer.weight.dtype)
-
-
-def one_by_one(argument: str) -> Made:
-    """Returns a condition as a list with one tensor for each example."""
-    return lambda given: {argument: list(given.condition[argument].unbind())}
 
 
 def _crop(grid: tuple[int, int], base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -23,6 +23,7 @@ from models.diffusion_family import (
 )
 from models.diffusion_inputs import (
     TEXT,
+    exchanged,
     guidance,
     mask_of,
     no_latents,
@@ -37,7 +38,6 @@ from models.diffusion_inputs import (
     scaled_guidance,
     text_for_each_frame,
     times_of_frames,
-    turned,
     video_sizes,
 )
 from models.diffusion_layouts import CHANNELS_LAST, FRAMES_FIRST, LENGTH_FIRST, Patches
@@ -223,7 +223,7 @@ SOUNDS: dict[str, Family] = {
         sizes={TEXT: (256, _HIDDEN)},
         separate={"context_latents": lambda config: config["in_channels"] - config["audio_acoustic_hidden_dim"]},
         beside=1,
-        inputs=(turned("context_latents"), same_time("timestep_r")),
+        inputs=(exchanged("context_latents", 1, 2), same_time("timestep_r")),
         layout=LENGTH_FIRST,
         steps=1,
         rounded=True,
@@ -248,7 +248,7 @@ SOUNDS: dict[str, Family] = {
     "MiniMaxMusic3Transformer1DModel": Called(
         separate={TEXT: "condition_dim"},
         beside=1,
-        inputs=(turned(TEXT),),
+        inputs=(exchanged(TEXT, 1, 2),),
         steps=1,
         rounded=True,
         from_noise=True,
