@@ -13,7 +13,7 @@ import pytest
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.planning.simulated_streams import Bandwidth
-from scripts.bench import rows_of, weight_modes, with_ratios
+from scripts.bench import rows_of, with_ratios
 from scripts.workload import build_mode
 from tests import ROOT
 from training.config.modes import mode_options
@@ -51,11 +51,6 @@ def test_any_mode_is_built_by_its_name_with_its_knobs():
     assert (type(mode.weights), mode.weights.slots, mode.budget) == (BounceLinear, 5, "auto")
     with pytest.raises(UserError, match=r"^offload\.weights\.slots=0: must be at least 1"):
         build_mode("layer_stream_swap:weights.slots=0")
-
-
-def test_without_names_all_modes_of_weights_are_measured():
-    assert set(weight_modes()) >= {"none", "bounce_linear", "layer_stream", "shard_offload"}
-    assert not {"tensor_swap", "save_on_cpu", "layer_stream_swap"} & set(weight_modes())
 
 
 def test_each_mode_but_the_resident_one_has_a_row_for_each_format():

@@ -107,15 +107,6 @@ def test_publishing_saves_the_workspace_for_the_default_entity(monkeypatch, caps
     assert capsys.readouterr().out.splitlines()[-1] == "workspace: https://wandb.ai/someone/offload?nw=abc"
 
 
-def test_mistakes_are_one_line(monkeypatch, tmp_path: Path):
-    with pytest.raises(UserError, match=r"--out missing/workspace\.json: "):
-        run(monkeypatch, "--out=missing/workspace.json")
-    monkeypatch.setattr(dashboard, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="pip install wandb-workspaces"):
-        run(monkeypatch)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_project_is_the_one_that_runs_go_to():
     for path in (ROOT / "conf" / "tracking").glob("*.yaml"):
         assert yaml.safe_load(path.read_text())["project"] == dashboard.PROJECT

@@ -25,14 +25,6 @@ def test_every_peer_and_mode_it_names_is_an_option():
         composed("experiment=peers_7b", *overrides)
 
 
-def test_an_experiment_that_does_not_exist_is_refused_before_any_run(tmp_path: Path, capsys):
-    with pytest.raises(SystemExit):
-        options(tmp_path, "--experiment", "wrong")
-    refused = capsys.readouterr().err.splitlines()[-1]
-    assert "argument --experiment: invalid choice: 'wrong' (choose from " in refused
-    assert "peers_7b" in refused
-
-
 @pytest.mark.parametrize("wrong", [("--tokens", "3000"), ("--tokens", "4096", "0"), ("--seq-len", "0")])
 def test_tokens_that_are_no_number_of_sequences_are_refused(wrong: tuple[str, ...], tmp_path: Path, capsys):
     """A row would be that of other tokens than its table says."""

@@ -76,24 +76,19 @@ def checkout(tmp_path):
     return Checkout(tmp_path)
 
 
-def test_the_first_command_sets_up_and_the_next_does_not(checkout):
+def test_the_first_command_sets_up_and_the_next_does_not_unless_the_environment_was_moved(checkout):
+    for expected in (["venv", "install", "installed"], []):
+        assert checkout.run("show")[0] == 0
+        assert checkout.recorded() == expected
+    checkout.root = checkout.root.rename(checkout.root.with_name("elsewhere"))
     assert checkout.run("show")[0] == 0
     assert checkout.recorded() == ["venv", "install", "installed"]
-    assert checkout.run("show")[0] == 0
-    assert checkout.recorded() == []
 
 
 def test_arguments_arrive_as_given_in_the_root_from_anywhere(checkout, tmp_path):
     status, stdout, _ = checkout.run("show", "a b", "", "*", "$HOME", "x='1,2'", cwd=tmp_path)
     assert status == 0
     assert stdout == f"<a b><><*><$HOME><x='1,2'>{checkout.root}\n"
-
-
-def test_the_command_finds_the_environment(checkout):
-    show = 'echo "$VIRTUAL_ENV"; command -v python; echo "${PYTHONHOME:-unset}"'
-    status, stdout, _ = checkout.run("bash", "-c", f"{show}; exit 7", PYTHONHOME="/nowhere")
-    assert status == 7
-    assert stdout.splitlines() == [f"{checkout.root}/.venv", f"{checkout.root}/.venv/bin/python", "unset"]
 
 
 def test_changed_requirements_are_installed_into_the_same_environment(checkout):
@@ -106,6 +101,18 @@ def test_changed_requirements_are_installed_into_the_same_environment(checkout):
     os.utime(checkout.requirements)
     checkout.run("show")
     assert checkout.recorded() == []
+
+
+def test_usage_and_the_environment_of_the_command(checkout):
+    for arguments, status in (((), 2), (("--help",), 0)):
+        returned, stdout, stderr = checkout.run(*arguments)
+        assert returned == status
+        assert "usage: scripts/run.sh CMD" in stdout + stderr
+    assert checkout.recorded() == []
+    show = 'echo "$VIRTUAL_ENV"; command -v python; echo "${PYTHONHOME:-unset}"'
+    status, stdout, _ = checkout.run("bash", "-c", f"{show}; exit 7", PYTHONHOME="/nowhere")
+    assert status == 7
+    assert stdout.splitlines() == [f"{checkout.root}/.venv", f"{checkout.root}/.venv/bin/python", "unset"]
 
 
 def test_after_a_failed_install_no_command_runs_and_the_next_call_retries(checkout):
@@ -121,14 +128,6 @@ def test_an_environment_without_pip_is_made_again(checkout):
     (checkout.root / ".venv" / "bin").mkdir(parents=True)
     (checkout.root / ".venv" / "bin" / "python").write_text("#!/bin/bash\nexit 1\n")
     (checkout.root / ".venv" / "bin" / "python").chmod(0o755)
-    assert checkout.run("show")[0] == 0
-    assert checkout.recorded() == ["venv", "install", "installed"]
-
-
-def test_an_environment_that_was_moved_is_made_again(checkout):
-    checkout.run("show")
-    checkout.recorded()
-    checkout.root = checkout.root.rename(checkout.root.with_name("elsewhere"))
     assert checkout.run("show")[0] == 0
     assert checkout.recorded() == ["venv", "install", "installed"]
 
@@ -153,12 +152,4 @@ def test_a_chosen_python_is_not_replaced_by_another(checkout):
     status, _, stderr = checkout.run("show", PYTHON="/no/python")
     assert status == 1
     assert "; /no/python is missing." in stderr
-    assert checkout.recorded() == []
-
-
-@pytest.mark.parametrize(("arguments", "status"), [((), 2), (("--help",), 0)])
-def test_usage(checkout, arguments, status):
-    returned, stdout, stderr = checkout.run(*arguments)
-    assert returned == status
-    assert "usage: scripts/run.sh CMD" in stdout + stderr
     assert checkout.recorded() == []

@@ -10,7 +10,6 @@ import pytest
 
 from scripts import show
 from tests.scripts.conftest import called
-from tests.training.data.chats.chat_tokenizers import MARKED, save
 from tests.training.helpers.in_process import composed
 from training.runs.directory import RunDirectory
 
@@ -40,15 +39,6 @@ def test_in_a_terminal_it_is_green(files: str, monkeypatch, capsys) -> None:
     assert called(monkeypatch, show, "dataset=chat", f"dataset.files={files}", "--count=1") == 0
 
     assert "\033[32mIt is 0. \\x1b[2J<|endoftext|>\033[0m\n" in capsys.readouterr().out
-
-
-def test_the_tokenizer_may_be_a_models(files: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    tokenizer = save(tmp_path / "model", MARKED)
-
-    keys = ("dataset=chat", f"dataset.files={files}", f"dataset.tokenizer={tokenizer}", "model.vocab_size=400")
-    assert called(monkeypatch, show, *keys, "--count=1") == 0
-
-    assert "<|im_start|>assistant\n\u27e6It is 0. \\x1b[2J<|im_end|>\n\u27e7\n" in capsys.readouterr().out
 
 
 def test_a_run_is_shown_with_changes(files: str, tmp_path: Path, monkeypatch, capsys) -> None:

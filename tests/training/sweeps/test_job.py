@@ -97,12 +97,6 @@ def test_a_job_that_nobody_saw_end_is_a_row_unless_there_are_results(tmp_path: P
     assert read_summary(tmp_path / "full") == earlier
 
 
-def test_a_job_within_its_time_is_left_alone(tmp_path: Path):
-    quick = job(tmp_path, timeout_min=60)
-    quick.run(["true"], ENVIRONMENT)
-    assert (quick.outcome, quick.succeeded, quick.timed_out) == (("ok", ""), True, False)
-
-
 def test_a_job_whose_process_cannot_start_is_a_row(tmp_path: Path):
     lost = job(tmp_path)
     lost.run([str(tmp_path / "no python")], ENVIRONMENT)

@@ -14,7 +14,6 @@ from tests import ROOT
 from tests.training.helpers.in_process import command_here
 from tests.training.helpers.sweeps import Sweep, runs, start, wait_for, wait_for_end, write_script
 from training.errors import UserError
-from training.runs.files import MEMORY_FIGURE_FILE
 from training.runs.signals import SAME_REQUEST_S
 from training.sweeps.job import SweepJob
 from training.sweeps.launcher import _job_returns
@@ -61,11 +60,6 @@ def test_every_job_has_a_fresh_process_and_is_the_same_command_as_the_sweep(swee
     for number, job in enumerate(jobs):
         assert (job["number"], job["kind"], job["note"]) == (number, "special", "[a, b]")
         assert "ignore::ImportWarning" in job["warnings"]
-
-
-def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
-    written = {path.name for path in sweep.directory.iterdir()}
-    assert written == {*"01234567", "multirun.yaml", "compare.csv", "compare.md", "compare.html", MEMORY_FIGURE_FILE}
 
 
 def test_the_comparison_shows_how_each_job_ended(sweep):
@@ -158,21 +152,6 @@ def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
-    write_script(tmp_path)
-    once = {"SAME_REQUEST_S": "3600"}
-    process = start(tmp_path, "-m", "act=save,ok", "note=3", "hydra.sweep.dir=sweep", environment=once)
-    wait_for(tmp_path / "sweep" / "0" / "saves")
-    # As `timeout` does it, to the process and to its group.
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
-    done = Sweep(process, tmp_path / "sweep")
-    assert done.exit_status == 130
-    assert done.summary(0) == {"status": "stopped", "reason": "SIGTERM"}
-    assert "waiting for job 0 to finish its step and save; a second signal kills it" in done.stdout
-
-
-@pytest.mark.slow
 def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_path):
     write_script(tmp_path)
     process = start(tmp_path, "-m", "act=save,ok", "note=600", "hydra.sweep.dir=sweep")
@@ -247,14 +226,3 @@ def test_another_sweep_is_not_mixed_with_the_one_in_its_directory(tmp_path, over
     assert done.stderr.startswith(f"error: resume=auto: sweep/0 has a run of another sweep, {changed}: give the")
     assert done.stderr.count("\n") == 1
     assert {path: path.read_bytes() for path in (tmp_path / "sweep").glob("[01]/*")} == before
-
-
-@pytest.mark.slow
-def test_a_finished_job_that_is_to_do_more_steps_is_run(tmp_path):
-    write_script(tmp_path)
-    first = Sweep(start(tmp_path, "-m", "act=ok", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
-    first_pid = first.seen(0)["pid"]
-    again = Sweep(start(tmp_path, "-m", "act=ok", "steps=9", "resume=auto", "hydra.sweep.dir=sweep"), first.directory)
-    assert again.exit_status == 0, again.stderr
-    assert again.seen(0)["pid"] != first_pid
-    assert "not run again" not in again.stdout
