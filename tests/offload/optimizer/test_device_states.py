@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -192,26 +191,6 @@ def test_a_gradient_that_changes_after_it_landed_is_updated_as_it_is_then(mode: 
     seen = []
     expected = run(Resident(), made(Stack, torch.bfloat16), overlaps=False)
     assert_same(run(MODES[mode](), made(Stack, torch.bfloat16)), expected)
-
-
-def test_state_dicts_go_from_one_place_to_the_other():
-    share, host = made(Stack), made(Stack)
-    modes = LayerStream(), LayerStream()
-    with attached(modes[0], share), attached(modes[1], host):
-        one, other = host_adamw(share), host_adamw(host)
-        modes[0].overlap(one, early=False, device_share=10**9)
-        modes[1].overlap(other, early=False)
-        for step in range(2):
-            one_step(share, modes[0], step)
-            one.step()
-            one.zero_grad()
-        other.load_state_dict(copy.deepcopy(one.state_dict()))
-        host.load_state_dict(share.state_dict())
-        for model, mode, optimizer in ((share, modes[0], one), (host, modes[1], other)):
-            one_step(model, mode, 2)
-            optimizer.step()
-            optimizer.finish()
-        assert_same([p.detach() for p in share.parameters()], [p.detach() for p in host.parameters()])
 
 
 def test_existing_states_move_between_steps():

@@ -152,29 +152,6 @@ def test_a_weight_that_is_written_between_updates_on_the_device_counts(dtype: to
     assert all(map(torch.equal, found, expected))
 
 
-def test_states_on_the_device_end_with_those_at_home():
-    """Where what is loaded has no states, the next update makes them anew, in both places."""
-    (given, _), (expected, _) = parameters(torch.float32), parameters(torch.float32)
-    optimizer, whole = optimizer_of([given]), optimizer_of([expected])
-    fresh = optimizer.state_dict()
-
-    def work(sharers: ThreadSharers) -> None:
-        optimizer.states.share({given: [range(600)]}, sharers)
-        optimizer.states.place([given], torch.device("cpu"))
-        optimizer.allocate()
-        for number in range(2):
-            step([given], optimizer, number)
-        optimizer.load_state_dict(fresh)
-        step([given], optimizer, 2)
-
-    as_sharers(1, work)
-    for number in range(2):
-        step([expected], whole, number)
-    whole.load_state_dict(fresh)
-    step([expected], whole, 2)
-    assert torch.equal(given, expected)
-
-
 def test_states_before_their_memory_are_refused():
     given = parameters(torch.float32)
     optimizer = optimizer_of(given)

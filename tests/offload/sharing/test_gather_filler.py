@@ -20,7 +20,6 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.sharing.sharers import NO_SHARERS, Sharers, meet
-from offload.sharing.slices import slices_of
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
@@ -326,24 +325,6 @@ def test_what_cannot_be_shared_is_refused_before_memory_is_made():
         weight.data = weight.data.t().contiguous().t()
         with pytest.raises(ValueError, match=r"^blocks.1.up.weight has strides"):
             LayerStream().attach(model, CheckedStreams(torch.device("cpu")), sharers)
-
-    as_sharers(2, work)
-
-
-def test_all_see_one_memory_with_the_weights_and_the_sums_of_their_gradients():
-    def work(sharers: ThreadSharers) -> None:
-        model, mode = Stack(depth=2), LayerStream()
-        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
-        filler = attached._streamer.filler
-        assert filler.slot_bytes == max(slices_of(unit, 2).padded_bytes for unit in attached._streamer.cut.units)
-        shared = [t for home in filler._sum_homes.values() for u, g in home.gradients.items() for t in (u.host.data, g)]
-        for number, tensor in enumerate(shared):
-            if number % 2 == sharers.rank:
-                tensor.fill_(number)
-        sharers.laid_down(None)
-        assert [tensor.unique().tolist() for tensor in shared] == [[number] for number in range(len(shared))]
-        sharers.laid_down(None)
-        attached.detach()
 
     as_sharers(2, work)
 

@@ -16,7 +16,6 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.speculation.trials import Speculation, Trials
 from offload.speculation.undo_log import UndoLog
-from offload.speculation.updates import SpeculativeOverlap
 from tests.offload.helpers.kernels import needs_compiler
 from tests.offload.helpers.models import Stack, assert_same, attached
 from tests.offload.helpers.updates import (
@@ -26,7 +25,6 @@ from tests.offload.helpers.updates import (
     eager,
     held_up,
     host_adamw,
-    is_busy,
     made,
     one_step,
     sleepy,
@@ -111,7 +109,6 @@ def test_equals_deferred_updates_where_clipping_comes_and_goes(
 @pytest.mark.parametrize("device_share", [0, 2000])
 def test_the_pace_of_the_worker_changes_no_number(pace, device_share: int, monkeypatch: pytest.MonkeyPatch):
     limit = some_clipped("regular", "bf16")
-    make, settle = Trials.make, Trials.settle
 
     def late(original):
         def call(*arguments):
@@ -121,17 +118,10 @@ def test_the_pace_of_the_worker_changes_no_number(pace, device_share: int, monke
         return call
 
     if pace is sleepy:
-        monkeypatch.setattr(Trials, "make", late(make))
-        monkeypatch.setattr(Trials, "settle", late(settle))
+        monkeypatch.setattr(Trials, "make", late(Trials.make))
+        monkeypatch.setattr(Trials, "settle", late(Trials.settle))
     else:
-        offer = SpeculativeOverlap.gradients_landed
-
-        def landed_and_made(self, unit, tensors, after):
-            offer(self, unit, tensors, after)
-            while is_busy(self._worker):
-                time.sleep(0.001)
-
-        monkeypatch.setattr(SpeculativeOverlap, "gradients_landed", landed_and_made)
+        eager(monkeypatch)
     options = {"clip_norm": limit, "steps": 8, "speculate": "on", "device_share": device_share}
     seen, counters = counted(
         made(MODELS["regular"], torch.bfloat16), LayerStream(slots=2), speculation=Speculation(limit, PLENTY), **options
@@ -169,17 +159,6 @@ def test_speculation_ends_when_the_norm_so_far_passes_the_limit():
         assert counters.undone_parameters == counters.speculated_parameters
 
 
-def test_without_speculation_updates_wait_for_the_norm():
-    model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=False, speculation=Speculation(1.0, PLENTY), speculate="off") as optimizer:
-        for step in range(3):
-            one_step(model, mode, step)
-            assert not optimizer.has_begun
-            optimizer.step()
-            optimizer.zero_grad()
-        assert not mode.counters().speculated_parameters
-
-
 @pytest.mark.parametrize("format", [{"master": "stochastic"}, {"state_dtype": "int8"}], ids=str)
 def test_formats_that_cannot_be_undone_are_refused(format: dict):
     model, mode = made(Stack, torch.bfloat16), LayerStream(slots=2)
@@ -203,9 +182,16 @@ def test_steps_that_follow_at_once_are_made_in_their_order(monkeypatch: pytest.M
     assert_same(ours, train(made(Mixed), Resident(), **options))
 
 
-def test_without_a_compiler_updates_wait_for_the_norm(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.speculation.updates.undo_library", lambda format: None)
+@pytest.mark.parametrize("why", ["speculate=off", "no compiler"])
+def test_without_speculation_updates_wait_for_the_norm(why: str, monkeypatch: pytest.MonkeyPatch):
+    if why == "no compiler":
+        monkeypatch.setattr("offload.speculation.updates.undo_library", lambda format: None)
     model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=False, speculation=Speculation(1.0, PLENTY), speculate="on"):
-        assert type(mode._overlap) is Overlap
-        assert not mode._overlap.early
+    speculate = "on" if why == "no compiler" else "off"
+    with updating(mode, model, early=False, speculation=Speculation(1.0, PLENTY), speculate=speculate) as optimizer:
+        assert type(optimizer.deferral) is Overlap
+        for step in range(3):
+            one_step(model, mode, step)
+            assert not optimizer.has_begun
+            optimizer.step()
+            optimizer.zero_grad()
