@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
 from offload.weights.gradients.final import FinalGradients
-from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from tests.offload.helpers.units import unit_of_two
 
 
 @pytest.fixture
 def unit() -> OffloadUnit:
-    def tensor(name: str) -> UnitTensor:
-        return UnitTensor(name, nn.Parameter(torch.zeros(1)), [ModuleAttribute(nn.Module(), name, False)], 0)
-
-    return OffloadUnit("block", 0, [tensor("first"), tensor("second")])
+    return unit_of_two()
 
 
 def step(final: FinalGradients, unit: OffloadUnit, *events: str) -> list[bool]:

@@ -14,18 +14,17 @@ from offload.streams.stream_checker import CheckedStreams, StreamOrderError
 from offload.weights.gradients import ring
 from offload.weights.gradients.ring import GradientRing, gradient_ring_bytes
 from offload.weights.units.partition import cut
-from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit_tensor import UnitTensor
 from tests.offload.helpers.models import Stack
+from tests.offload.helpers.units import tensor_of
 
 
 def ring_of(nbytes: int, streams: CheckedStreams) -> GradientRing:
     return GradientRing(HostArena(streams.device).allocate(nbytes, "ring"), streams)
 
 
-def tensor_of(nbytes: int) -> UnitTensor:
-    module = nn.ParameterDict({"weight": nn.Parameter(torch.empty(nbytes // 4))})
-    return UnitTensor(f"{nbytes} bytes", module.weight, [ModuleAttribute(module, "weight", False)], 0)
+def sized(nbytes: int) -> UnitTensor:
+    return tensor_of(nn.Parameter(torch.empty(nbytes // 4)), f"{nbytes} bytes")
 
 
 def consumed(streams: CheckedStreams):
@@ -40,7 +39,7 @@ def test_blocks_that_are_lent_never_overlap(sizes: list[int], data: st.DataObjec
     streams = CheckedStreams(torch.device("cpu"))
     ring, lent = ring_of(5 * 256, streams), []
     for number, nbytes in enumerate(sizes):
-        block = ring.block(tensor_of(nbytes))
+        block = ring.block(sized(nbytes))
         lent = [other for other in lent if other in ring._lent]
         assert block.end - block.start >= nbytes
         assert 0 <= block.start <= block.end <= 5 * 256
@@ -55,11 +54,8 @@ def test_blocks_that_are_lent_never_overlap(sizes: list[int], data: st.DataObjec
 
 def test_a_block_has_shape_strides_and_dtype_of_its_parameter(streams: CheckedStreams):
     weight = nn.Parameter(torch.randn(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
-    module = nn.ParameterDict({"weight": weight})
-    tensor = UnitTensor("weight", module.weight, [ModuleAttribute(module, "weight", False)], 0)
-    block = ring_of(4096, streams).block(tensor)
-    found, expected = block.tensor, module.weight
-    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    found = ring_of(4096, streams).block(tensor_of(weight)).tensor
+    assert (found.shape, found.stride(), found.dtype) == (weight.shape, weight.stride(), weight.dtype)
 
 
 def test_the_host_waits_for_the_oldest_block_and_counts_the_time(streams: CheckedStreams, monkeypatch):
@@ -72,10 +68,10 @@ def test_the_host_waits_for_the_oldest_block_and_counts_the_time(streams: Checke
 
     for number, signal in enumerate(signals):
         monkeypatch.setattr(signal, "wait", lambda number=number: wait(number))
-        blocks.append(ring.block(tensor_of(256)))
+        blocks.append(ring.block(sized(256)))
         ring.lend(blocks[-1], signal)
     assert waited == [0]
-    ring.block(tensor_of(512))
+    ring.block(sized(512))
     assert waited == [0, 1, 2]
     assert ring.wait_ms > 0
 
@@ -83,7 +79,7 @@ def test_the_host_waits_for_the_oldest_block_and_counts_the_time(streams: Checke
 def test_memory_that_an_update_may_still_read_is_not_written(streams: CheckedStreams, monkeypatch):
     """The stream checker notices a wait that is missing."""
     ring, signal = ring_of(256, streams), streams.signal()
-    block = ring.block(tensor_of(256))
+    block = ring.block(sized(256))
     streams.writes(streams.d2h, block, "copy out")
     copied = streams.event()
     copied.record(streams.d2h)
@@ -95,9 +91,9 @@ def test_memory_that_an_update_may_still_read_is_not_written(streams: CheckedStr
     with monkeypatch.context() as patch:
         patch.setattr(signal, "follow", lambda: None)
         with pytest.raises(StreamOrderError, match="'the next gradient' on d2h may run before 'update' on worker"):
-            ring.block(tensor_of(256))
+            ring.block(sized(256))
     ring.lend(block, signal)
-    ring.block(tensor_of(256))
+    ring.block(sized(256))
 
 
 def test_the_ring_is_smaller_than_all_gradients_and_holds_every_one(monkeypatch: pytest.MonkeyPatch):

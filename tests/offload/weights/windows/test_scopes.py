@@ -7,17 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import nn
 
-from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
 from offload.weights.windows.scopes import RunningForwards, Scope, ThreadForwards
+from tests.offload.helpers.units import tensor_of
 
 
 def test_a_changed_copy_is_refused():
     module = nn.Linear(2, 2)
-    tensor = UnitTensor("weight", module.weight, [ModuleAttribute(module, "weight", False)], 0)
     scope, copy = Scope(module), module.weight.detach().clone()
-    scope.copies[tensor] = copy
+    scope.copies[tensor_of(module.weight)] = copy
     scope.check_copies()
     copy.add_(1)
     with pytest.raises(RuntimeError, match="was changed in a forward while all device slots are in use"):
