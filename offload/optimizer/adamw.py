@@ -12,7 +12,7 @@ from offload.errors import KnobError
 from offload.knobs import bytes_or, one_of
 from offload.memory.limits import usable_cores
 from offload.optimizer.claims import Claim, State, in_two, update_together
-from offload.optimizer.formats import StateFormat, state_bytes
+from offload.optimizer.formats import StateFormat, noise_seed, state_bytes
 from offload.optimizer.kernel_choice import update_on
 from offload.optimizer.kernels import UpdateKernel, torch_threads
 from offload.optimizer.param_groups import (
@@ -22,7 +22,6 @@ from offload.optimizer.param_groups import (
     decay_groups,
     hyperparameters_of,
 )
-from offload.optimizer.rounding import noise_seed
 from offload.optimizer.state_dicts import copy_state, loads_states, states_as_torchs, states_to_load
 from offload.optimizer.states import States
 
@@ -74,7 +73,7 @@ class HostAdamW(torch.optim.AdamW):
         master: how the master of a bf16 parameter is held. "compact": as the 16 bits that the weight lacks of it.
             "stochastic": not at all; weights are rounded up or down at random, right on average.
         state_dtype: of the moments. "fp32", "bf16" for half the size, or "int8" for blocks of 256 numbers in 8 bits
-            (`offload.optimizer.rounding`). They are computed in float32 and then rounded.
+            (`offload.optimizer.formats`). They are computed in float32 and then rounded.
         device_share: bytes of states ("10GiB") that a mode which overlaps the updates places on the device, or "auto"
             for as many as fit there. Without such a mode it has no effect.
         gradients: of weights that stream. "keep" leaves them in `.grad`, in host memory; "release" hands each to its

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.optimizer.formats import StateFormat
+from offload.optimizer.formats import StateFormat, scales_for
 from offload.optimizer.kernels import BlockwiseUpdate, FusedUpdate, HyperParameters, Operands, UpdateKernel
 from offload.optimizer.native_kernel import NativeUpdate, native_library
-from offload.optimizer.rounding import scales_for
 
 # Elements on which a kernel is measured: more than caches hold, and some milliseconds of work.
 SAMPLE = 1 << 24

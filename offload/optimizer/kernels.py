@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from offload.optimizer.rounding import (
+from offload.optimizer.formats import (
     BLOCK,
     dequantise,
     join,
@@ -61,11 +61,11 @@ class Operands:
         weight, gradient: of any floating dtype.
         exp_avg, exp_avg_sq: float32 or bfloat16, or uint8 codes of `quantise`: computed in float32.
         master: what makes the master of the weight: the master itself (float32), or the 16 bits that a bfloat16 weight
-            lacks of it (int16, see `rounding.split`). None: the weight is its own; a bfloat16 weight is then rounded
+            lacks of it (int16, see `formats.split`). None: the weight is its own; a bfloat16 weight is then rounded
             stochastically.
         exp_avg_scale, exp_avg_sq_scale: float32, the scales of the codes.
         start: the place of the first element in its parameter.
-        seed: of the parameter's noise (`rounding.noise_seed`).
+        seed: of the parameter's noise (`formats.noise_seed`).
     """
 
     weight: Tensor

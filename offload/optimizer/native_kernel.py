@@ -22,9 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.optimizer.formats import StateFormat
+from offload.optimizer.formats import StateFormat, dynamic_map, midpoints, noise_key
 from offload.optimizer.kernels import EACH, SCALES, FusedUpdate, HyperParameters, Operands
-from offload.optimizer.rounding import dynamic_map, midpoints, noise_key
 
 # Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
 # be vectorised.

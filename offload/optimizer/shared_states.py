@@ -14,9 +14,8 @@ from torch import Tensor
 
 from offload.memory.host_memory import HostArena
 from offload.optimizer.claims import WEIGHT, Claim, State, update_elsewhere
-from offload.optimizer.formats import MASTER_NAMES, StateFormat, needs_copy, state_bytes
+from offload.optimizer.formats import BLOCK, MASTER_NAMES, StateFormat, needs_copy, state_bytes
 from offload.optimizer.kernels import UpdateKernel
-from offload.optimizer.rounding import BLOCK
 from offload.sharing.shared_memory import in_pages, share_memory
 from offload.sharing.sharers import Sharers, meet
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from offload.optimizer.claims import WEIGHT, State
-from offload.optimizer.formats import CODES, MASTER_NAMES, MOMENTS, SCALE, StateFormat
+from offload.optimizer.formats import CODES, MASTER_NAMES, MOMENTS, SCALE, StateFormat, dequantise, quantise, scales_for
 from offload.optimizer.param_groups import check_settings
-from offload.optimizer.rounding import dequantise, quantise, scales_for
 
 MASTER = MASTER_NAMES[torch.float32]
 

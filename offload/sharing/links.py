@@ -16,8 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from offload.sharing.cuda_driver import DriverError
-from offload.sharing.cuda_peers import CudaPeers
-from offload.sharing.remote_memory import HostPeers, Part, Peers
+from offload.sharing.remote_memory import CudaPeers, HostPeers, Part, Peers
 from offload.sharing.sharers import Sharers, exchange_bytes
 from offload.streams.registry import Streams
 from offload.torch_private.tensor_parts import is_as_stored

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload.optimizer.rounding import round_weights
+from offload.optimizer.formats import round_weights
 from training.optim import AdamW
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from offload.sharing import cuda_driver, cuda_peers
+from offload.sharing import cuda_driver, remote_memory
 from offload.sharing.remote_memory import has_come
 
 LIMIT_S = 60
@@ -26,9 +26,9 @@ class FakeDriver:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("exported", "opened", "close", "queue_write", "queue_wait", "queue_copies", "check_complete"):
             monkeypatch.setattr(cuda_driver, name, getattr(self, name))
-        monkeypatch.setattr(cuda_peers, "current_stream_handle", lambda index: 0)
-        monkeypatch.setattr(cuda_peers, "lock_pages", lambda address, nbytes, device: None)
-        monkeypatch.setattr(cuda_peers, "unlock_pages", lambda address, device, wait: None)
+        monkeypatch.setattr(remote_memory, "current_stream_handle", lambda index: 0)
+        monkeypatch.setattr(remote_memory, "lock_pages", lambda address, nbytes, device: None)
+        monkeypatch.setattr(remote_memory, "unlock_pages", lambda address, device, wait: None)
         monkeypatch.setattr(torch.cuda, "MemPool", lambda: None)
         monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: nullcontext())
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -8,11 +8,10 @@ import itertools
 import pytest
 import torch
 
-from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
+from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat, scales_for, split
 from offload.optimizer.kernel_choice import CheckedUpdate, Kind
 from offload.optimizer.kernels import FusedUpdate, HyperParameters, Operands
 from offload.optimizer.native_kernel import native_library
-from offload.optimizer.rounding import scales_for, split
 
 SETTINGS = HyperParameters(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 COMPACT = StateFormat()

@@ -8,8 +8,8 @@ from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.formats import join
 from offload.optimizer.param_groups import decay_groups
-from offload.optimizer.rounding import join
 from tests.offload.helpers.kernels import Blockwise, checked
 from tests.offload.helpers.models import attached
 from tests.offload.helpers.optimizers import (

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from offload.optimizer import kernels
-from offload.optimizer.formats import StateFormat
+from offload.optimizer.formats import StateFormat, join, noise_key
 from offload.optimizer.kernels import VECTOR, FusedUpdate, HyperParameters, Operands, fused_adamw_
-from offload.optimizer.rounding import join, noise_key
 from tests.offload.helpers.kernels import COMPACT, FEW, FORMATS, SETTINGS, from_place, needs_gpu, operands, run, tensors
 
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from offload.optimizer import native_kernel
-from offload.optimizer.formats import StateFormat
+from offload.optimizer.formats import BLOCK, StateFormat, dynamic_map, midpoints
 from offload.optimizer.kernels import FusedUpdate, Operands
 from offload.optimizer.native_kernel import NativeUpdate, native_library
-from offload.optimizer.rounding import BLOCK, dynamic_map, midpoints
 from tests.offload.helpers.kernels import (
     COMPACT,
     COMPILED,

@@ -13,9 +13,8 @@ import torch
 
 from offload.sharing import cuda_driver
 from offload.sharing import links as links_module
-from offload.sharing.cuda_peers import CudaPeers
 from offload.sharing.links import Addends, CopyLinks, Links, links_of
-from offload.sharing.remote_memory import HostPeers
+from offload.sharing.remote_memory import CudaPeers, HostPeers
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.cuda_driver import FakeDriver
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
