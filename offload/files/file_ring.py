@@ -220,7 +220,7 @@ class FileRing:
         self._wait_for(fill)
         self.wait_ms += (perf_counter() - start) * 1e3
         if fill.error is not None:
-            self._forget(fill)
+            self.give_back(fill)
             raise fill.error
         return fill
 
@@ -229,9 +229,14 @@ class FileRing:
         for part, _ in zip(fill.block.parts, fill.done, strict=False):
             self._streams.reads(self._streams.h2d, part, what)
 
-    def give_back(self, fill: Fill) -> None:
-        """Frees a block, as soon as the copies that were queued on the h2d stream are done."""
-        self._forget(fill)
+    def give_back(self, fill: Fill) -> _Block:
+        """Frees the block of a fill, which is returned, as soon as the copies queued on the h2d stream are done."""
+        fill.block.copied = self._streams.event()
+        # The event follows the host too, which has waited for the reads.
+        fill.block.copied.record(self._streams.h2d)
+        fill.block.fill = None
+        del self._fills[fill.plan]
+        return fill.block
 
     def close(self) -> None:
         """Ends the threads. No copy may use a block any more."""
@@ -257,19 +262,11 @@ class FileRing:
             if fill.takes(index):
                 signal.set()
         self._wait_for(fill)
-        return self._forget(fill)
+        return self.give_back(fill)
 
     def _wait_for(self, fill: Fill) -> None:
         for signal in fill.done:
             signal.wait()
-
-    def _forget(self, fill: Fill) -> _Block:
-        fill.block.copied = self._streams.event()
-        # The event follows the host too, which has waited for the reads.
-        fill.block.copied.record(self._streams.h2d)
-        fill.block.fill = None
-        del self._fills[fill.plan]
-        return fill.block
 
 
 class _PartReader:

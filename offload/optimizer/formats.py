@@ -39,6 +39,7 @@ MASTER_NAMES = {torch.float32: "master", torch.int16: "remainder"}
 CODES, SCALE = "{}_codes", "{}_scale"
 # The halves of an integer of 32 bits, in the order in which memory has them.
 LOW, HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
+# Numbers in 8 bits that share a scale.
 BLOCK = 256
 # Largest error of a number relative to its block's largest: half the widest distance of two entries of the map.
 SIGNED_ERROR, UNSIGNED_ERROR = 0.0071, 0.0036

@@ -91,12 +91,11 @@ class DeviceSums:
         self._done: Event | None = None
         # Hooks of the parameters themselves would change the order of microbatches that a mode chooses. A parameter
         # does not keep its node alive.
-        self._nodes = [
-            (gradient_accumulator(parameter), number, parameter)
+        self._hooks = [
+            (node := gradient_accumulator(parameter), node.register_hook(partial(self._land, number, parameter)))
             for number, bucket in enumerate(self._buckets)
             for parameter in bucket.bucket.parameters
         ]
-        self._hooks = [node.register_hook(partial(self._land, *place)) for node, *place in self._nodes]
 
     def begin_step(self) -> None:
         once = {parameter for parameter, times in self._landed.items() if times == 1}
@@ -148,9 +147,9 @@ class DeviceSums:
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
-        self._nodes.clear()
+        self._hooks.clear()
 
     def _land(self, number: int, parameter: nn.Parameter, *_: tuple[Tensor | None, ...]) -> None:
         """Called when autograd has added to `parameter.grad`."""

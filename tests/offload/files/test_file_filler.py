@@ -185,15 +185,7 @@ def test_a_weight_in_a_file_that_a_forward_changes_is_refused(tmp_path: Path):
         model(torch.ones(2, 8))
 
 
-@pytest.mark.parametrize(
-    ("change", "how"),
-    [
-        (lambda file: file.write_bytes(bytes(file.stat().st_size)), "was written or replaced"),
-        (lambda file: os.truncate(file, 8000), "and has 8000 now"),
-        (lambda file: file.unlink(), "was removed"),
-    ],
-)
-def test_a_file_that_changes_is_an_error_between_and_in_steps(tmp_path: Path, monkeypatch, change, how: str):
+def test_a_file_that_changes_is_an_error_between_and_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(file_filler, "RING_BLOCKS", 1)
     for inside in (False, True):
         model = model_of()
@@ -204,12 +196,12 @@ def test_a_file_that_changes_is_an_error_between_and_in_steps(tmp_path: Path, mo
             with mode.step():
                 mode.accumulate(losses_of(model, 0))
                 if inside:
-                    change(files[0])
-                    with pytest.raises(ChangedFileError, match=how):
+                    os.truncate(files[0], 8000)
+                    with pytest.raises(ChangedFileError, match="and has 8000 now"):
                         mode.accumulate(losses_of(model, 1))
             if not inside:
-                change(files[0])
-            with pytest.raises(ChangedFileError, match=how) as error, mode.step():
+                os.truncate(files[0], 8000)
+            with pytest.raises(ChangedFileError, match="and has 8000 now") as error, mode.step():
                 pass
             assert error.value.filename == str(files[0])
 
