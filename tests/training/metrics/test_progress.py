@@ -35,6 +35,18 @@ def narrow(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
 
+def line_of(record):
+    stream = io.StringIO()
+    Progress(9, stream=stream).update(1, RECORD | record)
+    return stream.getvalue()
+
+
+def report_of(summary, run_dir):
+    stream = io.StringIO()
+    print_summary(summary, run_dir, stream=stream)
+    return stream.getvalue()
+
+
 def test_into_a_file_one_plain_line_for_each_logged_step():
     stream = io.StringIO()
     progress = Progress(200, stream=stream)
@@ -50,9 +62,8 @@ def test_into_a_file_one_plain_line_for_each_logged_step():
 
 
 def test_pairs_of_answers_have_a_margin():
-    stream = io.StringIO()
-    Progress(9, stream=stream).update(1, RECORD | {"train/reward_margin": -0.25, "train/reward_accuracy": 0.5})
-    assert "  loss 5.2500  margin -0.250 (50% right)  12.3k tokens/s" in stream.getvalue()
+    line = line_of({"train/reward_margin": -0.25, "train/reward_accuracy": 0.5})
+    assert "  loss 5.2500  margin -0.250 (50% right)  12.3k tokens/s" in line
 
 
 def test_eta_is_the_time_that_the_steps_left_will_take(monkeypatch):
@@ -66,11 +77,10 @@ def test_eta_is_the_time_that_the_steps_left_will_take(monkeypatch):
 
 
 def test_without_a_gpu_host_memory_is_shown_and_a_diverged_loss_as_it_is():
-    stream = io.StringIO()
-    Progress(9, stream=stream).update(1, RECORD | {"memory/vram_peak_gib": 0.0, "train/loss": math.nan})
-    assert "RSS 1.50 GiB" in stream.getvalue()
-    assert "VRAM" not in stream.getvalue()
-    assert "loss nan" in stream.getvalue()
+    line = line_of({"memory/vram_peak_gib": 0.0, "train/loss": math.nan})
+    assert "RSS 1.50 GiB" in line
+    assert "VRAM" not in line
+    assert "loss nan" in line
 
 
 def test_on_a_terminal_a_bar_within_80_columns():
@@ -165,9 +175,7 @@ def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
     (run_dir / "wandb").mkdir(parents=True)
     summary = {key: 1234.5 for key, metric in METRIC_KEYS.items() if metric.summary}
     summary |= {"steps": 100, "train/final_loss": 2.5, "status": "ok", "reason": None}
-    stream = io.StringIO()
-    print_summary(summary, run_dir, stream=stream)
-    text = stream.getvalue()
+    text = report_of(summary, run_dir)
     for key in summary.keys() - {"status", "reason"}:
         (row,) = [line for line in text.splitlines() if line.startswith(f"│ {key} ")]
         assert len(row) <= 80
@@ -181,20 +189,18 @@ def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
 
 
 def test_report_leaves_out_metrics_of_zero(tmp_path):
-    stream = io.StringIO()
     summary = {"steps": 0, "memory/vram_peak_gib": 0.0, "transfer/h2d_gib": 0.0, "planned/transfer/h2d_gib": 1.0}
-    print_summary(summary, tmp_path, stream=stream)
-    assert "steps" in stream.getvalue()
-    assert "h2d_gib" in stream.getvalue()
-    assert "vram" not in stream.getvalue()
+    text = report_of(summary, tmp_path)
+    assert "steps" in text
+    assert "h2d_gib" in text
+    assert "vram" not in text
 
 
 def test_report_of_a_failed_run_says_why(tmp_path):
-    stream = io.StringIO()
     reason = "out of memory on cuda:0 [7.9 of 8.0 GiB]"
-    print_summary({"steps": 0, "status": "out_of_memory", "reason": reason}, tmp_path, stream=stream)
-    assert f"run out_of_memory: {reason}\n" in stream.getvalue()
-    assert "wandb" not in stream.getvalue()
+    text = report_of({"steps": 0, "status": "out_of_memory", "reason": reason}, tmp_path)
+    assert f"run out_of_memory: {reason}\n" in text
+    assert "wandb" not in text
 
 
 @pytest.mark.parametrize(
@@ -218,9 +224,10 @@ def test_names_are_shown_as_they_are(tmp_path):
     shown = r"[/x] [red]a :boom: \x1b[2J\u202e"
     stream = io.StringIO()
     print_plan({name: name}, title=name, stream=stream)
-    print_summary({"status": "stopped", "reason": name}, tmp_path / "[b]", stream=stream)
-    assert stream.getvalue().count(shown) == 4
-    assert f"files   {tmp_path}/[b]" in stream.getvalue()
+    assert stream.getvalue().count(shown) == 3
+    report = report_of({"status": "stopped", "reason": name}, tmp_path / "[b]")
+    assert report.count(shown) == 1
+    assert f"files   {tmp_path}/[b]" in report
 
 
 def test_a_note_is_one_line_whatever_is_in_it():

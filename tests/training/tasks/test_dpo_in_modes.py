@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.helpers.in_process import SMALL_MODEL, run_here
+from tests.training.helpers.in_process import run_here
 from tests.training.helpers.modes import small_modes
 from tests.training.parallel.conftest import run_ranks
+from tests.training.tasks.small_runs import Without, curve, overrides_for
 from training.runs.files import REFERENCE_FILE
 
 REFERENCES = {
@@ -25,43 +24,17 @@ REFERENCES = {
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    pairs = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = (
         {"prompt": f"Say {n}", "chosen": f"{n} " * (1 + n % 5), "rejected": "no " * (n % 3) + str(n + 1)}
         for n in range(20)
     )
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = (key for key in SMALL_MODEL if not key.startswith("dataset"))
-    given = "task=dpo", "dataset=preferences", f"dataset.files={pairs}", "dataset.eval_share=0.25", "seq_len=48"
-    run = "steps=3", "log_every=1", "warmup_steps=1", "eval.every=2", "optimizer.lr=0.01", "tracking=disabled"
-    return (*small, *given, *run)
-
-
-def curve(folder: Path) -> list[dict]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    keys = ("train/loss", "train/grad_norm", "eval/loss")
-    return [
-        {key: value for key, value in line.items() if key in keys or "/reward_" in key}
-        for line in lines
-        if line["train/step"] or "eval/loss" in line
-    ]
+    folder = tmp_path_factory.mktemp("pairs")
+    return overrides_for(folder, rows, "task=dpo", "dataset=preferences", "seq_len=48", "steps=3")
 
 
 @pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory, overrides: tuple[str, ...]) -> Callable[[str, int], Path]:
-    """Returns the folder of the run with a reference in so many microbatches, without offloading."""
-    folder, made = tmp_path_factory.mktemp("without"), {}
-
-    def run(reference: str, microbatches: int) -> Path:
-        key = folder / f"{reference}{microbatches}"
-        if key not in made:
-            made[key] = run_here(key, *overrides, *REFERENCES[reference], f"microbatches={microbatches}")
-            found = curve(key)
-            assert len(found) == 4
-            assert found[1]["train/loss"] != found[-1]["train/loss"]
-        return key
-
-    return run
+def without(tmp_path_factory: pytest.TempPathFactory, overrides: tuple[str, ...]) -> Without:
+    return Without(tmp_path_factory.mktemp("without"), overrides)
 
 
 # Each reference once, and each way of moving weights; every other case takes as long as these.
@@ -82,9 +55,9 @@ QUICK = {
     ],
 )
 def test_modes(mode: str, reference: str, without, overrides, tmp_path: Path) -> None:
-    expected = without(reference, 2)
-    keys = (*overrides, *REFERENCES[reference], "microbatches=2", f"offload={mode}", *small_modes()[mode])
-    run_here(tmp_path, *keys, "optimizer=host_adamw")
+    keys = *REFERENCES[reference], "microbatches=2"
+    expected = without(*keys)
+    run_here(tmp_path, *overrides, *keys, f"offload={mode}", *small_modes()[mode], "optimizer=host_adamw")
     assert curve(tmp_path) == curve(expected)
     if reference == "cached":
         tables = [load_file(folder / REFERENCE_FILE)["reference"] for folder in (tmp_path, expected)]
@@ -95,9 +68,9 @@ def test_modes(mode: str, reference: str, without, overrides, tmp_path: Path) ->
 @pytest.mark.parametrize("reference", REFERENCES)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_shards_side_by_side(microbatches: int, reference: str, without, overrides, tmp_path: Path) -> None:
-    mode = "offload=shard_offload", "offload.shards=2", f"microbatches={microbatches}"
-    run_here(tmp_path, *overrides, *REFERENCES[reference], *mode)
-    assert curve(tmp_path) == curve(without(reference, microbatches))
+    keys = *REFERENCES[reference], f"microbatches={microbatches}"
+    run_here(tmp_path, *overrides, *keys, "offload=shard_offload", "offload.shards=2")
+    assert curve(tmp_path) == curve(without(*keys))
 
 
 @pytest.mark.slow
