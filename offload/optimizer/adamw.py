@@ -22,7 +22,7 @@ from offload.optimizer.param_groups import (
     decay_groups,
     hyperparameters_of,
 )
-from offload.optimizer.state_dicts import copy_state, loads_states, states_as_torchs, states_to_load
+from offload.optimizer.state_dicts import loads_states, states_as_torchs, states_to_load
 from offload.optimizer.states import States
 
 # The system could not start more: the process would end without a message.
@@ -272,15 +272,6 @@ class HostAdamW(torch.optim.AdamW):
         self._claimed.clear()
         self.states.adopt(loaded)
         self.state = self.states.tensors
-
-    @torch.no_grad()
-    def load_state(self, parameter: Tensor, state: State) -> None:
-        """Copies a state of any format into that of `parameter`, which exists; see `state_dicts.copy_state`.
-
-        The parameter has the values that belong to the state; where that has no master, they are it.
-        """
-        self.finish()
-        copy_state(state, self.states.renew(parameter), parameter, self.format)
 
     def __getstate__(self) -> dict[str, Any]:
         self.finish()

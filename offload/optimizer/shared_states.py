@@ -80,7 +80,9 @@ class SharedStates:
         """
         if not self._memory:
             raise RuntimeError("the states that processes share have no memory yet: call optimizer.allocate() first")
-        self.forget_placed(parameter)
+        if parameter in self._placed:
+            # They are made anew from those at home, which have other values now.
+            self._placed[parameter].forget()
         state = {STEP: torch.zeros(()), **self._memory[parameter]}
         for part in self._slices[parameter]:
             for name in self._memory[parameter]:
@@ -135,11 +137,6 @@ class SharedStates:
     ) -> list[tuple[Tensor, Tensor]]:
         """Updates slices on the device; see `PlacedSlices.update`."""
         return self._placed[claim.parameter].update(claim, state, gradient, kernel, scale)
-
-    def forget_placed(self, parameter: Tensor) -> None:
-        """Drops the states on the device: they are made anew from those at home, which have other values now."""
-        if parameter in self._placed:
-            self._placed[parameter].forget()
 
     def bring_home(self) -> None:
         """Copies the states of this process's slices on the device to their places at home."""

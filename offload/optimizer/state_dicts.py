@@ -13,8 +13,6 @@ from offload.optimizer.claims import WEIGHT, State
 from offload.optimizer.formats import CODES, MASTER_NAMES, MOMENTS, SCALE, StateFormat, dequantise, quantise, scales_for
 from offload.optimizer.param_groups import check_settings
 
-MASTER = MASTER_NAMES[torch.float32]
-
 
 def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Returns `state_dict` with every state in the strides of its parameter; `parameters` are in the order of its
@@ -119,21 +117,6 @@ def in_format(state: State, weight: Tensor, format: StateFormat) -> State:
     if dtype is not None and (name := MASTER_NAMES[dtype]) in state and state[name].dtype == dtype:
         found[name] = state[name]
     return found
-
-
-def copy_state(state: State, into: State, parameter: Tensor, format: StateFormat) -> None:
-    """Copies a state of any format into that of `parameter`, which has `format` and all its tensors.
-
-    The parameter has the values that belong to the state; where that has no master, they are it.
-    """
-    found = in_format(state, parameter, format)
-    for name, tensor in into.items():
-        if name in found:
-            tensor.copy_(found[name])
-        elif name in (WEIGHT, MASTER):
-            tensor.copy_(parameter)
-        else:
-            tensor.zero_()
 
 
 def _values(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:

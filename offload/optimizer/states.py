@@ -132,11 +132,6 @@ class States:
         if self._shared is not None:
             self._shared.bring_home()
 
-    def renew(self, parameter: Tensor) -> State:
-        """Returns the state of a parameter for the caller to write, which will be placed anew from that."""
-        self._of(parameter).forget_placed(parameter)
-        return self.tensors[parameter]
-
     def adopt(self, loaded: Mapping[Tensor, State]) -> None:
         """Takes loaded states, of this format, in the place of all that there are."""
         self.tensors.clear()
@@ -186,9 +181,6 @@ class OwnStates:
         self, claim: Claim, state: State, gradient: Tensor, kernel: UpdateKernel, scale: float
     ) -> list[tuple[Tensor, Tensor]]:
         return [(claim.parameter.data, update_elsewhere(claim, state, gradient, kernel, scale))]
-
-    def forget_placed(self, parameter: Tensor) -> None:
-        """Does nothing: the state has no other place."""
 
     def prepare(self, parameter: Tensor, state: State) -> None:
         """Makes the missing tensors of the parameter's state, and a copy of the weight that is outdated."""
