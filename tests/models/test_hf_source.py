@@ -64,10 +64,9 @@ class TestFindSource:
     def test_a_folder_that_is_no_model_is_refused(self, tmp_path: Path):
         with pytest.raises(ValueError, match=r"has no config\.json"):
             find_source(str(tmp_path), "causal_lm")
-        for text, wrong in (("{", "is not JSON"), ("[]", "is not a configuration"), ("\xff", "is not JSON")):
-            (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-            with pytest.raises(ValueError, match=wrong):
-                find_source(str(tmp_path), "causal_lm")
+        (tmp_path / "config.json").write_text("[]")
+        with pytest.raises(ValueError, match="is not a configuration"):
+            find_source(str(tmp_path), "causal_lm")
 
     def test_code_of_a_checkpoint_and_quantised_weights_are_refused(self, tmp_path: Path):
         source = folder_of({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, tmp_path)
