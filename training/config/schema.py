@@ -146,7 +146,7 @@ class QuantizeFloat8(Quantize):
 
 @dataclass
 class QuantizeInt4(Quantize):
-    group: int = field(default=MISSING, metadata={"at_least": 2})
+    group: int = number(at_least=2)
 
 
 @dataclass

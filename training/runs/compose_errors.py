@@ -6,7 +6,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from types import FrameType
 
 import hydra._internal.utils
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
@@ -136,7 +135,8 @@ def _explained(error: Exception) -> str:
 def _unnamed_option(error: Exception) -> str:
     """Returns the line about a number, null, true or a list that was given for the name of an option."""
     # Hydra's error does not name the override; the frame that raised it has it.
-    override = _innermost(error).f_locals.get("override")
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    override = frame.f_locals.get("override")
     group = getattr(override, "key_or_group", "")
     options = options_of(group) if group else []
     if not options:
@@ -154,10 +154,6 @@ def _for_a_job(error: Exception) -> str:
                 f". Of the sweep, {' '.join(options)} lacks it, so no job was started: sweep over options that have it"
             )
     return ""
-
-
-def _innermost(error: Exception) -> FrameType:
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
 
 
 def _group_and_option(missing: str) -> tuple[str, str]:
