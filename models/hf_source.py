@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from models.json_files import read_object
 
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "classification"
-CLASSES = {CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING, CLASSIFICATION: MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING}
+# The model types that have a model for each task.
+TYPES = {CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, CLASSIFICATION: MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES}
 CONFIG_FILE = "config.json"
 # Keys that this module, or the caller of the model, decides.
 DECIDED = {
@@ -174,8 +174,8 @@ def find_source(source: str, task: str) -> Source:
     Raises ValueError, in one line, if `source` is neither a model type nor such a folder; the file cannot be read;
     transformers has no class of this architecture for the task; or the weights are quantised.
     """
-    if task not in CLASSES:
-        raise ValueError(f"task={task!r}: must be one of {', '.join(CLASSES)}")
+    if task not in TYPES:
+        raise ValueError(f"task={task!r}: must be one of {', '.join(TYPES)}")
     folder = Path(source)
     if source in SHAPES:
         (model_type, values), folder = SHAPES[source], None
@@ -205,13 +205,11 @@ def find_source(source: str, task: str) -> Source:
         )
     if task == CLASSIFICATION and model_type in TAKES_NO_IMAGES:
         raise ValueError(f"{model_type} takes {TAKES_NO_IMAGES[model_type]} and not images alone: take another model")
-    config_class = CONFIG_MAPPING[model_type]
-    if config_class not in CLASSES[task]:
-        fitting = [name for name, known in CONFIG_MAPPING.items() if known in CLASSES[task]]
-        others = [other for other in CLASSES if config_class in CLASSES[other]]
-        advice = f"; it has one for model.task={others[0]}" if others else _nearest(model_type, fitting)
+    if model_type not in TYPES[task]:
+        others = [other for other in TYPES if model_type in TYPES[other]]
+        advice = f"; it has one for model.task={others[0]}" if others else _nearest(model_type, TYPES[task])
         raise ValueError(f"{model_type} has no model for task={task}{advice}")
-    return Source(task, config_class, values, folder)
+    return Source(task, CONFIG_MAPPING[model_type], values, folder)
 
 
 def same_again(model: PreTrainedModel) -> PreTrainedModel:

@@ -30,8 +30,8 @@ class TestFindSource:
         [
             ("gpt2", "regression", "^task='regression': must be one of causal_lm, classification$"),
             ("qwen33", "causal_lm", "'qwen33' is neither a model type of transformers nor a folder.*qwen3"),
-            # It imports every architecture to find those that have one.
-            pytest.param("gpt2", "classification", "gpt2 has no model for task=class", marks=pytest.mark.slow),
+            ("gpt2", "classification", "gpt2 has no model for task=class"),
+            ("t5", "causal_lm", "^t5 has no model for task=causal_lm$"),
             ("vit", "causal_lm", r"^vit has no model for task=causal_lm; it has one for model\.task=class"),
             *((name, "causal_lm", f"^{name} sees later tokens too") for name in ("xlnet", "xlm", "cpmant")),
             ("siglip2", "classification", "^siglip2 takes .* and not images alone: take another model"),
