@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from models.adapters import NAME, config_of, root_of
-from models.json_files import read_object
+from models.json_files import as_json, read_object
 from models.safetensors_files import open_file, read_headers, read_into, write_tensors
 from models.weights import check_fits, first_and_count
 from models.whole_folder import Fill, Write
@@ -56,7 +56,8 @@ def adapter_config(model: nn.Module, base: str | None = None, revision: str | No
     `base` is the name or folder of the base's weights, `revision` that of such a name on the Hub.
     """
     origin = {"base_model_name_or_path": base, "revision": revision}
-    return json.dumps(_plain(config_of(model).to_dict()) | origin | {"inference_mode": True}, indent=2).encode()
+    values = as_json(config_of(model).to_dict()) | origin | {"inference_mode": True}
+    return json.dumps(values, indent=2, default=str).encode()
 
 
 def is_of_diffusers(model: nn.Module) -> bool:
@@ -70,11 +71,11 @@ def diffusers_file(model: nn.Module, weights: Path) -> Fill:
     It has no `modules_to_save`, which diffusers does not know. The model needs no values.
     """
     prefix = "unet" if "UNet" in type(root_of(model)).__name__ else "transformer"
-    settings = {f"{prefix}.{key}": value for key, value in _plain(config_of(model).to_dict()).items()}
+    settings = {f"{prefix}.{key}": value for key, value in as_json(config_of(model).to_dict()).items()}
     # diffusers hands every other key to its own version of peft.
     settings = {key: value for key, value in settings.items() if not key.endswith(("peft_version", "peft_type"))}
     settings[f"{prefix}.modules_to_save"] = None
-    metadata = {DIFFUSERS_METADATA: json.dumps(settings, sort_keys=True)}
+    metadata = {DIFFUSERS_METADATA: json.dumps(settings, sort_keys=True, default=str)}
 
     def fill(write: Write) -> None:
         with open_file(weights) as stored:
@@ -136,14 +137,3 @@ def _check_config(model: nn.Module, file: Path) -> None:
     for key, values in ONLY.items():
         if key in stored and stored[key] not in values:
             raise ValueError(f"{file} has {key}={stored[key]}, which cannot be loaded here")
-
-
-def _plain(value: Any) -> Any:
-    """Returns `value` in types that JSON has; sets become sorted lists."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(_plain, value))
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

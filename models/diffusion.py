@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from models.diffusion_families import FAMILIES, reason_against
 from models.diffusion_family import Family
 from models.diffusion_files import CONFIG_FILE, config_folder, file_of
 from models.diffusion_initialise import initialise_diffusion
-from models.json_files import read_object
+from models.json_files import as_json, read_object
 from models.packed_attention import avoid_cudnn_attention
 from models.quiet_imports import import_quantisers, without_remarks
 from models.safetensors_files import StoredTensor
@@ -197,7 +197,7 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
                 f"{source}: {CONFIG_FILE} has {key}={config[key]}, which {name} of diffusers {diffusers.__version__}"
                 " does not know: install a fitting version"
             )
-    overrides = _plain(overrides or {})
+    overrides = as_json(overrides or {})
     for key in overrides:
         if key not in keys:
             close = get_close_matches(key, keys, n=3)
@@ -215,15 +215,6 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{name} cannot be built with {values}: {reason}") from error
-
-
-def _plain(value: Any) -> Any:
-    """Returns `value` with lists and dictionaries of any kind as Python's own, which can be written as JSON."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _described(source: str | Path) -> tuple[str, dict[str, Any]]:

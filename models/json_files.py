@@ -1,8 +1,9 @@
-"""Reads the JSON files of models that others have written: a bad one is an error of one line, never a hang."""
+"""JSON of models: files that others have written, of which a bad one is an error of one line, and values for it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,14 @@ def _as_number(values: dict[str, Any]) -> Any:
     """Returns the number that transformers writes as an object, because JSON has no infinity: {"__float__": NAME}."""
     name = values.get("__float__")
     return float(name) if len(values) == 1 and isinstance(name, str) else values
+
+
+def as_json(value: Any) -> Any:
+    """Returns `value` with mappings and sequences of any kind as Python's own, which JSON has; sets are sorted."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, Set):
+        return sorted(map(as_json, value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [as_json(item) for item in value]
+    return value
