@@ -44,6 +44,7 @@ def test_answers_and_their_ends_are_trained_on(files: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_held_out_is_not_trained_on(files: str, packed: bool) -> None:
+    assert chats(files, packed=packed).eval_batches(8) == []
     dataset = chats(files, packed=packed, eval_share=0.25, batch_size=1)
 
     held_out = dataset.eval_batches(100)
@@ -80,29 +81,20 @@ def test_files_to_evaluate_on(files: str, write) -> None:
         chats(files, eval_files=long)
 
 
-def test_without_a_share_nothing_is_held_out(files: str) -> None:
-    assert chats(files).eval_batches(8) == []
-
-
-def test_facts(files: str) -> None:
+def test_facts(files: str, write) -> None:
     facts = chats(files, seq_len=60, eval_share=0.1).facts()
 
     assert list(facts) == ["chats to train on", "tokens", "longest chat", "rows", "left out"]
     assert facts["chats to train on"].endswith("; 4 to evaluate on")
-    assert "are trained on" in facts["tokens"]
     assert 40 < int(facts["longest chat"].split()[0]) <= 61
     assert f"({files} line " in facts["longest chat"]
     assert "of a chat each" in facts["rows"]
     assert facts["left out"].endswith("are longer than seq_len + 1 = 61 tokens")
     assert "packed, " in chats(files, packed=True).facts()["rows"]
     assert "left out" not in chats(files).facts()
-
-
-def test_share_that_is_trained_on(write) -> None:
-    files = write("a.jsonl", json.dumps({"prompt": "ab", "completion": "cd"}))
-
     # user, ab, its end, assistant | cd, its end.
-    assert chats(files).facts()["tokens"] == "21, of which 3 (14%) are trained on"
+    short = chats(write("a.jsonl", json.dumps({"prompt": "ab", "completion": "cd"}))).facts()
+    assert short["tokens"] == "21, of which 3 (14%) are trained on"
 
 
 def test_batches_are_named(files: str) -> None:

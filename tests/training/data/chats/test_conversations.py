@@ -18,38 +18,26 @@ def of(row: dict, **columns: str | None):
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "prompt"),
     [
-        {"messages": [USER, ASSISTANT]},
-        {"conversations": [USER, ASSISTANT]},
-        {"messages": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
-        {"messages": [USER, ASSISTANT], "prompt": "another", "instruction": None},
-        {"messages": json.dumps([USER, ASSISTANT])},
+        ({"messages": [USER, ASSISTANT]}, 0),
+        ({"conversations": [USER, ASSISTANT]}, 0),
+        ({"messages": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}, 0),
+        ({"messages": [USER, ASSISTANT], "prompt": "another", "instruction": None}, 0),
+        ({"messages": json.dumps([USER, ASSISTANT])}, 0),
+        ({"prompt": "2 + 2?", "completion": "4"}, 1),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, 1),
+        ({"prompt": [USER], "completion": "4"}, 1),
+        ({"instruction": "2 + 2?", "output": "4"}, 1),
+        ({"instruction": "2 + 2?", "input": "", "output": "4"}, 1),
     ],
 )
-def test_messages(row: dict) -> None:
+def test_layouts(row: dict, prompt: int) -> None:
     conversation = of(row)
 
     assert conversation.messages == [USER, ASSISTANT]
-    assert conversation.prompt == 0
+    assert conversation.prompt == prompt
     assert conversation.where == "chats.jsonl line 7"
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "2 + 2?", "completion": "4"},
-        {"prompt": [USER], "completion": [ASSISTANT]},
-        {"prompt": [USER], "completion": "4"},
-        {"instruction": "2 + 2?", "output": "4"},
-        {"instruction": "2 + 2?", "input": "", "output": "4"},
-    ],
-)
-def test_a_prompt_is_given(row: dict) -> None:
-    conversation = of(row)
-
-    assert conversation.messages == [USER, ASSISTANT]
-    assert conversation.prompt == 1
 
 
 def test_an_input_follows_its_instruction() -> None:

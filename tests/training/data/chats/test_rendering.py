@@ -79,28 +79,21 @@ def test_a_completion_is_trained_on_as_trl_does(template: str) -> None:
         assert sample.trained.tolist() == [False] * begin + [True] * (len(whole) - begin)
 
 
-def test_turns_of_a_prompt_are_not_trained_on() -> None:
+@pytest.mark.parametrize(
+    ("messages", "prompt", "train_on", "turns"),
+    [
+        # Turns of a prompt are not trained on.
+        (TWO_TURNS.messages, 3, "assistant", [SECOND]),
+        ([USER, FIRST, USER], 0, "assistant", [FIRST]),
+        ([USER, FIRST, USER], 0, "last", [FIRST]),
+        ([FIRST, USER, SECOND], 0, "assistant", [FIRST, SECOND]),
+    ],
+)
+def test_turns_in_other_places(messages: list, prompt: int, train_on: str, turns: list) -> None:
     tokenizer = chat_tokenizer()
-    conversation = Conversation(TWO_TURNS.messages, prompt=3, where="row 1")
-
-    assert trained_texts(Renderer(tokenizer), tokenizer, conversation) == ["Good bye<|im_end|>\n"]
-
-
-def test_a_turn_that_is_not_the_last_message() -> None:
-    tokenizer = chat_tokenizer()
-    conversation = Conversation([USER, FIRST, USER], where="row 1")
-
-    for train_on in ("assistant", "last"):
-        renderer = Renderer(tokenizer, train_on=train_on)
-        assert trained_texts(renderer, tokenizer, conversation) == [FIRST["content"] + "<|im_end|>\n"]
-
-
-def test_a_chat_that_the_assistant_begins() -> None:
-    tokenizer = chat_tokenizer()
-    conversation = Conversation([FIRST, USER, SECOND], where="row 1")
-
-    turns = [FIRST["content"] + "<|im_end|>\n", "Good bye<|im_end|>\n"]
-    assert trained_texts(Renderer(tokenizer), tokenizer, conversation) == turns
+    conversation = Conversation(messages, prompt=prompt, where="row 1")
+    found = trained_texts(Renderer(tokenizer, train_on=train_on), tokenizer, conversation)
+    assert found == [turn["content"] + "<|im_end|>\n" for turn in turns]
 
 
 def test_turns_that_are_written_differently_later_are_refused_and_each_advice_works(tmp_path: Path) -> None:
