@@ -55,20 +55,14 @@ def test_what_diffusers_writes_is_read(tmp_path: Path, shard_size: str) -> None:
     assert same(model, small(0))
 
 
-def test_the_variant_without_a_name_of_a_pipelines_part_is_taken(tmp_path: Path) -> None:
-    folder = tmp_path / "transformer"
-    save_diffusion(small(0), folder)
-    shutil.copy(folder / "diffusion_pytorch_model.safetensors", folder / "diffusion_pytorch_model.fp16.safetensors")
-    model = small(1)
-    model.load(tmp_path)
-    assert same(model, small(0))
-
-
-def test_a_single_file_is_read(tmp_path: Path) -> None:
-    save_diffusion(small(0), tmp_path)
-    model = small(1)
-    model.load(tmp_path / "diffusion_pytorch_model.safetensors")
-    assert same(model, small(0))
+def test_a_single_file_is_read_and_of_a_pipelines_part_the_variant_without_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_diffusion(small(0), file.parent)
+    shutil.copy(file, file.with_suffix(".fp16.safetensors"))
+    for given in (tmp_path, file):
+        model = small(1)
+        model.load(given)
+        assert same(model, small(0))
 
 
 def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path: Path) -> None:
