@@ -16,7 +16,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tests.training.helpers.in_process import ROOT, TINY_RUN, run_here, train_tiny
+from tests.training.helpers.in_process import ROOT, TINY_RUN, command_here, run_here, train_tiny
 from training.comparison.runs import read_run
 from training.errors import UserError
 from training.runs import directory
@@ -200,13 +200,8 @@ def test_all_readers_of_a_configuration_get_one_directory(tmp_path: Path):
     assert OmegaConf.create({"day": str(tmp_path), "dir": "${fresh:${day}/second}"}).dir == str(tmp_path / "second-2")
 
 
-def test_a_run_makes_one_directory_and_help_makes_none(tmp_path: Path):
-    assert _directories(tmp_path, "--cfg", "job") == []
-    assert len(_directories(tmp_path, "steps=0")) == 1
-
-
-def _directories(folder: Path, *arguments: str) -> list[Path]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=300)
-    return sorted(folder.glob("outputs/*/*"))
+def test_a_run_makes_one_directory_and_help_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(directory, "fresh_directory", lambda path: fresh_directory(str(tmp_path / path)))
+    for arguments, made in ((("--cfg", "job"), 0), (("steps=0",), 1)):
+        command_here(*arguments)
+        assert len([*tmp_path.glob("outputs/*/*")]) == made
