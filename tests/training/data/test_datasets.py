@@ -43,11 +43,6 @@ def test_other_files_are_held_out_in_place_of_a_share(write) -> None:
         TextFiles(files, eval_files="none.txt", **sizes)
 
 
-def test_too_little_text_is_refused(write) -> None:
-    with pytest.raises(UserError, match=r"^dataset: 4 tokens are fewer than one block of seq_len \+ 1 = 9; give more"):
-        TextFiles(write("a.txt", "few"), **SIZES)
-
-
 def test_max_tokens_stops_reading(write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "CHARACTERS_PER_CALL", 60)
     files = [write("good.txt", "x" * 100), write("bad.jsonl", "never read")]

@@ -196,15 +196,6 @@ def test_what_the_hub_lacks_is_one_line(hub: Path, tmp_path: Path, source: str, 
     assert "\n" not in str(refusal.value)
 
 
-def test_without_a_network_the_line_says_how_to_do_it_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ask_here(monkeypatch, NOBODY, tmp_path / "cache")
-    advice = "or run `hf download me/gpt2 --local-dir DIR` where there is a network, and give model.source=DIR"
-    with pytest.raises(UserError, match=r"model\.source=me/gpt2: .* did not answer") as refusal:
-        local_source("me/gpt2")
-    assert str(refusal.value).endswith(advice)
-    assert "\n" not in str(refusal.value)
-
-
 def test_an_empty_name_is_refused():
     with pytest.raises(UserError, match=r"^model\.source=: give a model type, a class or a folder"):
         local_source("")
