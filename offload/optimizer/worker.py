@@ -77,8 +77,9 @@ class _Queue:
                 update.done.set()
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
+                thread.start()
+                self._thread = thread
             self.coming.append(update)
             self._changed.notify_all()
 
@@ -169,8 +170,9 @@ class UpdateWorker:
         update.offered, update.done = self._streams.signal(), self._streams.signal()
         update.offered.set()
         self._raise_error()
-        self._updates.setdefault(update.unit, []).append(update)
+        # First, because the system may refuse the thread: nobody waits for an update that is not queued.
         self._queue.put(update)
+        self._updates.setdefault(update.unit, []).append(update)
         return update.done
 
     def is_pending(self, unit: OffloadUnit) -> bool:
