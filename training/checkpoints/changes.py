@@ -70,7 +70,9 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
     # The files of a frozen base, and its tokenizer with them, may lie elsewhere now: base and batches are compared.
     may_change = (*MAY_CHANGE, "model.weights", "dataset.tokenizer") if has_adapter(config) else MAY_CHANGE
     if "devices" in changed:
-        was, now = ((int(each["devices"]), int(each["microbatches"])) for each in (saved, config))
+        # A file that no run wrote may lack them; it is refused for its other keys.
+        parts = [[str(each.get(name)) for name in ("devices", "microbatches")] for each in (saved, config)]
+        was, now = ([int(part) if part.isdecimal() else 0 for part in each] for each in parts)
         as_many = math.prod(was) == math.prod(now)
         if as_many:
             may_change = (*may_change, "microbatches")
