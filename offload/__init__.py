@@ -8,16 +8,15 @@ A mode attaches to any torch model, in any training loop:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
     streams = acquire("cuda" if torch.cuda.is_available() else "cpu")
-    mode = LayerStream(slots=2)
-    mode.attach(model, streams)  # the blocks go to host memory, the rest to the device
+    attached = LayerStream(slots=2).attach(model, streams)  # the blocks go to host memory, the rest to the device
     for _ in range(3):
         batch = torch.randn(16, 64, device=streams.device)
-        with mode.step():  # around forward and backward
+        with attached.step():  # around forward and backward
             model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"{mode.counters().h2d_bytes} bytes copied to the device")
-    mode.detach()  # the model as it was found
+    print(f"{attached.counters().h2d_bytes} bytes copied to the device")
+    attached.detach()  # the model as it was found
     release(streams)
 
 The names in `__all__` are the public face, all that a training loop needs. Three faces stand beside it:
@@ -25,19 +24,21 @@ The names in `__all__` are the public face, all that a training loop needs. Thre
 of your own. Every other module may change without notice.
 
 - `acquire`, `release`: the streams of a device (`Streams`). `upload` copies a batch there without waiting.
-- `Mode`: the contract of a mode, with `footprint`, `attach`, `step`, `accumulate`, `counters`, `detach` and more.
-  `with mode.inference():` surrounds forwards without gradients, between which no weight changes.
-  `Resident` (none) leaves all on the device. `BounceLinear`, `LayerStream` and `ShardOffload` stream weights
+- `Mode`: describes a mode by its knobs, with `footprint` and `attach`, which take `AttachOptions` (`NO_OPTIONS`).
+- `Attached`: a model under a mode, which `attach` returns, with `step`, `accumulate`, `counters`, `detach` and more.
+  `with attached.inference():` surrounds forwards without gradients, between which no weight changes.
+- `Resident` (none) leaves all on the device. `BounceLinear`, `LayerStream` and `ShardOffload` stream weights
   (`WeightMode`). `TensorSwap` and `SaveOnCpu` move activations (`ActivationMode`) and stand on a mode for the weights:
   `TensorSwap(LayerStream())`. Their knobs are their arguments.
-- `HostAdamW`: AdamW for weights in host memory; `mode.overlap` hides its updates behind the steps. With a `Speculation`
-  they begin inside backward also where gradients are clipped, and are undone exactly if they were.
+- `HostAdamW`: AdamW for weights in host memory; `attached.overlap` hides its updates behind the steps. With a
+  `Speculation` they begin inside backward also where gradients are clipped, and are undone exactly if they were.
 - `recompute`: activation checkpointing, called after `attach`, for blocks such as those of `find_blocks`.
 - `l2_norm`: that of a gradient, right for any number of elements on the CPU too.
-- `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
+- `Counters`: bytes copied and times waited, from `attached.counters()`. `Footprint`: bytes of a mode before it is
+  attached.
 - `KnobError`: a knob has a value that it cannot have. Other errors name the remedy, too, and need no class.
-- `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
-  in every step; `lies_in_file` tells whether a tensor is a view of such a file.
+- `FileSpan`: bytes of a file. `AttachOptions.spans` has those of frozen weights, which `source=mapped` reads from
+  there in every step; `lies_in_file` tells whether a tensor is a view of such a file.
 - `OwnOptimizer`: what a mode returns whose system updates by itself. The knobs of a mode of your own are fields by
   `offload.knobs`.
 - `allocator_pinned_bytes`: page-locked memory of torch's own allocator, for a mode whose copies torch or another system
@@ -71,7 +72,7 @@ from offload.memory.limits import usable_cores
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import Mode, OwnOptimizer
+from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode, OwnOptimizer
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
@@ -87,7 +88,10 @@ from offload.weights.footprint import Footprint
 
 __all__ = [
     "GIB",
+    "NO_OPTIONS",
     "ActivationMode",
+    "AttachOptions",
+    "Attached",
     "BounceLinear",
     "Counters",
     "FileSpan",

@@ -1,4 +1,4 @@
-"""The error for a knob whose value does not fit, and messages that several modes have."""
+"""The error for a knob whose value does not fit, and a message that several modes have."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-NOT_ATTACHED = "this mode has no model: attach it first"
 OUTSIDE_STEP = (
-    "forward with gradients outside a step: wrap forward and backward in `with mode.step():`,"
+    "forward with gradients outside a step: wrap forward and backward in `with attached.step():`,"
     " or evaluation in torch.no_grad()"
 )
 

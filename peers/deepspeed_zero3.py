@@ -17,44 +17,21 @@ from torch import Tensor
 
 from offload import OwnOptimizer
 from offload.knobs import knob
-from peers.peer import Peer, adamw_group, set_rate
+from peers.peer import AttachedPeer, Peer, adamw_group, set_rate
 from peers.process_group import join_alone, leave
 
 
-@dataclass(kw_only=True, eq=False)
-class DeepSpeedZero3(Peer):
-    """Parameters, gradients and states are on the host; each module's weights are gathered for its forward.
-
-    Args:
-        super_offload: updates run in a process of their own, as gradients arrive (Lian et al. 2025).
-    """
-
-    option: ClassVar[str] = "deepspeed_zero3"
-    package: ClassVar[str] = "deepspeed"
-    needs_cuda: ClassVar[bool] = True
-    owns_update: ClassVar[bool] = True
-
-    super_offload: bool = knob(False)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        beside = (
-            "weights stay on the GPU; the memory of its update process is not counted",
-            "updates begin inside backward, with the learning rate of the step before",
-        )
-        return ("it clips and measures the norm by itself, in the update", *(beside if self.super_offload else ()))
+class AttachedDeepSpeed(AttachedPeer):
+    """A model that a DeepSpeed engine has."""
 
     def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
-        join_alone(self._device)
+        join_alone(self.device)
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        self._engine, _, _, _ = deepspeed.initialize(
-            model=self._model,
-            optimizer=DeepSpeedCPUAdam(list(map(adamw_group, groups)), adamw_mode=True),
-            config=self._config(next(self._model.parameters()).dtype, clip_norm, microbatches),
-        )
-        engine = self._engine
+        optimizer = DeepSpeedCPUAdam(list(map(adamw_group, groups)), adamw_mode=True)
+        config = self._config(next(self.model.parameters()).dtype, clip_norm, microbatches)
+        self._engine = engine = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
 
         def update(lr: float, measure: bool) -> float | None:
             set_rate(engine.optimizer, lr)
@@ -84,11 +61,10 @@ class DeepSpeedZero3(Peer):
     def _config(self, dtype: torch.dtype, clip_norm: float | None, microbatches: int) -> dict:
         on_host = {"device": "cpu", "pin_memory": True}
         zero = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
-        if self.super_offload:
+        if self.mode.super_offload:
             # A fifth of the states stays on the GPU, in whole groups of parameters.
-            beside = {"super_offload": True, "ratio": 0.8, "cpuadam_cores_perc": 0.9}
-            sizes = {"sub_group_size": 400_000_000, "reduce_bucket_size": 400_000_000}
-            zero |= {"overlap_comm": False, **sizes, "offload_optimizer": {**on_host, **beside}}
+            zero |= {"overlap_comm": False, "sub_group_size": 400_000_000, "reduce_bucket_size": 400_000_000}
+            zero["offload_optimizer"] = on_host | {"super_offload": True, "ratio": 0.8, "cpuadam_cores_perc": 0.9}
         else:
             zero |= {"offload_param": on_host, "offload_optimizer": on_host}
         return {
@@ -98,3 +74,27 @@ class DeepSpeedZero3(Peer):
             "bf16": {"enabled": dtype == torch.bfloat16},
             "zero_optimization": zero,
         }
+
+
+@dataclass(kw_only=True, eq=False)
+class DeepSpeedZero3(Peer):
+    """Parameters, gradients and states are on the host; each module's weights are gathered for its forward.
+
+    Args:
+        super_offload: updates run in a process of their own, as gradients arrive (Lian et al. 2025).
+    """
+
+    attached = AttachedDeepSpeed
+    option: ClassVar[str] = "deepspeed_zero3"
+    package: ClassVar[str] = "deepspeed"
+    needs_cuda: ClassVar[bool] = True
+    owns_update: ClassVar[bool] = True
+
+    super_offload: bool = knob(False)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        by_itself = "it clips and measures the norm by itself, in the update"
+        beside = "weights stay on the GPU; the memory of its update process is not counted"
+        early = "updates begin inside backward, with the learning rate of the step before"
+        return (by_itself, beside, early) if self.super_offload else (by_itself,)

@@ -15,7 +15,37 @@ from torch import Tensor, nn
 
 from offload import OwnOptimizer, find_blocks
 from offload.knobs import knob
-from peers.peer import Peer
+from peers.peer import AttachedPeer, Peer
+
+
+class AttachedGroups(AttachedPeer):
+    """A model whose blocks are in groups."""
+
+    def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
+        from diffusers.hooks import apply_group_offloading
+
+        model, cuda = self.model, self.device.type == "cuda"
+        owners = dict.fromkeys(_owner_of_list(model, name) for name, _ in find_blocks(model))
+        for owner in owners:
+            apply_group_offloading(
+                owner,
+                onload_device=self.device,
+                offload_device=torch.device("cpu"),
+                offload_type="block_level",
+                num_blocks_per_group=self.mode.blocks,
+                use_stream=cuda,
+            )
+        offloaded = {module for owner in owners for module in owner.modules()}
+        for module in model.modules():
+            if module not in offloaded:
+                # The modules around the owners move the tensors that they hold themselves.
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    tensor.data = tensor.data.to(self.device)
+        return OwnOptimizer(groups[0]["lr"], lambda lr, measure: 0.0 if measure else None)
+
+    def microbatch(self, loss: Callable[[], Tensor], last: bool) -> Tensor:
+        with torch.no_grad():
+            return loss()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -26,6 +56,7 @@ class DiffusersGroup(Peer):
         blocks: blocks of a group; with a stream diffusers takes one.
     """
 
+    attached = AttachedGroups
     option: ClassVar[str] = "diffusers_group"
     package: ClassVar[str] = "diffusers"
     owns_update: ClassVar[bool] = True
@@ -33,32 +64,6 @@ class DiffusersGroup(Peer):
     notes: ClassVar[tuple[str, ...]] = ("forward only: a step has no gradients and no update",)
 
     blocks: int = knob(1, at_least=1)
-
-    def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
-        from diffusers.hooks import apply_group_offloading
-
-        model, cuda = self._model, self._device.type == "cuda"
-        owners = dict.fromkeys(_owner_of_list(model, name) for name, _ in find_blocks(model))
-        for owner in owners:
-            apply_group_offloading(
-                owner,
-                onload_device=self._device,
-                offload_device=torch.device("cpu"),
-                offload_type="block_level",
-                num_blocks_per_group=self.blocks,
-                use_stream=cuda,
-            )
-        offloaded = {module for owner in owners for module in owner.modules()}
-        for module in model.modules():
-            if module not in offloaded:
-                # The modules around the owners move the tensors that they hold themselves.
-                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                    tensor.data = tensor.data.to(self._device)
-        return OwnOptimizer(groups[0]["lr"], lambda lr, measure: 0.0 if measure else None)
-
-    def microbatch(self, loss: Callable[[], Tensor], last: bool) -> Tensor:
-        with torch.no_grad():
-            return loss()
 
 
 def _owner_of_list(model: nn.Module, block: str) -> nn.Module:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.knobs import knob
+from peers.peer import AttachedPeer
 from peers.stages import BlockStage, ChainPeer
 
 
@@ -21,6 +22,36 @@ class Block(BlockStage):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.block_output(hidden)
+
+
+class AttachedFairscale(AttachedPeer):
+    """A Llama whose blocks are slices of an `OffloadModel`."""
+
+    def prepare(self) -> None:
+        from fairscale.experimental.nn.offload import OffloadModel
+
+        model = self.model
+        decoder = model.model
+        for module in (decoder.norm, model.lm_head):
+            module.to(self.device)
+        chain = [decoder.embed_tokens, *(Block(decoder, block) for block in decoder.layers)]
+        self._slices = OffloadModel(
+            nn.Sequential(*chain),
+            device=self.device,
+            offload_device=torch.device("cpu"),
+            num_slices=self.mode.slices or len(chain),
+            checkpoint_activation=self.mode.checkpoint,
+            num_microbatches=1,
+        )
+        model.forward = self._forward
+
+    def close(self) -> None:
+        vars(self.model).pop("forward", None)
+        del self._slices
+
+    def _forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        model = self.model
+        return model.lm_head(model.model.norm(self._slices(ids)), labels)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,6 +63,7 @@ class Fairscale(ChainPeer):
         checkpoint: backward computes each slice again from its input, which waits in host memory.
     """
 
+    attached = AttachedFairscale
     option: ClassVar[str] = "fairscale"
     package: ClassVar[str] = "fairscale"
     needs_cuda: ClassVar[bool] = True
@@ -43,28 +75,3 @@ class Fairscale(ChainPeer):
     @property
     def recomputes(self) -> bool:
         return self.checkpoint
-
-    def prepare(self, model: nn.Module) -> None:
-        from fairscale.experimental.nn.offload import OffloadModel
-
-        decoder = model.model
-        for module in (decoder.norm, model.lm_head):
-            module.to(self._device)
-        chain = [decoder.embed_tokens, *(Block(decoder, block) for block in decoder.layers)]
-        self._slices = OffloadModel(
-            nn.Sequential(*chain),
-            device=self._device,
-            offload_device=torch.device("cpu"),
-            num_slices=self.slices or len(chain),
-            checkpoint_activation=self.checkpoint,
-            num_microbatches=1,
-        )
-        model.forward = self._forward
-
-    def close(self) -> None:
-        vars(self._model).pop("forward", None)
-        del self._slices
-
-    def _forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        model = self._model
-        return model.lm_head(model.model.norm(self._slices(ids)), labels)

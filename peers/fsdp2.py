@@ -12,29 +12,24 @@ from typing import ClassVar
 import torch
 
 from offload import OwnOptimizer, find_blocks
-from peers.peer import Peer, adamw_group, clip, names_for_parameters, set_rate
+from peers.peer import AttachedPeer, Peer, adamw_group, clip, names_for_parameters, set_rate
 from peers.process_group import join_alone, leave
 
 
-@dataclass(kw_only=True, eq=False)
-class FSDP2(Peer):
-    """Parameters, gradients and states are on the host; a block's weights come in for forward and for backward."""
-
-    option: ClassVar[str] = "fsdp2"
-    owns_update: ClassVar[bool] = True
-    notes: ClassVar[tuple[str, ...]] = ("float32 masters are the parameters, and are copied in as float32",)
+class AttachedFSDP2(AttachedPeer):
+    """A model that `fully_shard` has."""
 
     def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        model = self._model
-        join_alone(self._device)
+        model = self.model
+        join_alone(self.device)
         names_for_parameters(model, groups)
         policies = {
-            "mesh": init_device_mesh(self._device.type, (1,)),
+            "mesh": init_device_mesh(self.device.type, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=next(model.parameters()).dtype, reduce_dtype=torch.float32),
-            "offload_policy": CPUOffloadPolicy(pin_memory=self._device.type == "cuda"),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda"),
         }
         model.float()
         for module in (*(block for _, block in find_blocks(model)), model):
@@ -56,3 +51,13 @@ class FSDP2(Peer):
 
     def close(self) -> None:
         leave()
+
+
+@dataclass(kw_only=True, eq=False)
+class FSDP2(Peer):
+    """Parameters, gradients and states are on the host; a block's weights come in for forward and for backward."""
+
+    attached = AttachedFSDP2
+    option: ClassVar[str] = "fsdp2"
+    owns_update: ClassVar[bool] = True
+    notes: ClassVar[tuple[str, ...]] = ("float32 masters are the parameters, and are copied in as float32",)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
@@ -11,8 +10,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import Counters, Footprint, KnobError, Mode, Streams, allocator_pinned_bytes, l2_norm
-from offload.sharing import NO_SHARERS, Sharers
+from offload import (
+    NO_OPTIONS,
+    Attached,
+    AttachOptions,
+    Counters,
+    Footprint,
+    KnobError,
+    Mode,
+    Streams,
+    allocator_pinned_bytes,
+    l2_norm,
+)
 
 # What a module's own call does around its forward.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -29,10 +38,10 @@ class PeerError(KnobError):
 class Peer(Mode):
     """Hands a model to another system for the length of a run, in one process with one device.
 
-    A dry run of it is that of a resident model, because its copies cannot be planned. A subclass overrides `microbatch`
-    where the system computes forward and backward, `own_optimizer` where it updates, and `close`.
+    A dry run of it is that of a resident model, because its copies cannot be planned.
 
     Attributes:
+        attached: the class of a model that the system has.
         option: the name in conf/offload.
         package: the module that must be installed; its requirement is in `requirements-peers.txt`.
         needs_cuda: True if it runs on CUDA devices only.
@@ -41,13 +50,13 @@ class Peer(Mode):
 
     foreign: ClassVar[bool] = True
     lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints"})
+    attached: ClassVar[type[AttachedPeer]]
     option: ClassVar[str]
     package: ClassVar[str] = "torch"
     needs_cuda: ClassVar[bool] = False
     on_host: ClassVar[bool] = True
 
     def check(self) -> None:
-        self._model: nn.Module | None = None
         if find_spec(self.package) is None:
             raise PeerError(
                 "offload", self.option, f"{self.package} is not installed: pip install -r requirements-peers.txt"
@@ -57,46 +66,34 @@ class Peer(Mode):
         if self.needs_cuda and device.type == "cpu":
             raise PeerError("offload", self.option, f"{self.package} runs on CUDA devices only, and device={device}")
 
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
+    def footprint(self, model: nn.Module, recompute: bool = False, options: AttachOptions = NO_OPTIONS) -> Footprint:
         if not all(parameter.requires_grad for parameter in model.parameters()):
             raise PeerError(
                 "offload", self.option, "is compared on models that train in full: take adapter=none quantize=none"
             )
-        return super().footprint(model, recompute)
+        return super().footprint(model, recompute, options)
 
-    def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
+    def attach(self, model: nn.Module, streams: Streams, options: AttachOptions = NO_OPTIONS) -> Attached:
         if streams.device.type == "meta":
-            super().attach(model, streams)
-            return
-        self._model, self._device = model, streams.device
-        self._found = _materialised(model, torch.device("cpu") if self.on_host else streams.device)
-        self.prepare(model)
+            return super().attach(model, streams, options)
+        return self.attached(self, model, streams, options)
 
-    def detach(self) -> None:
-        if self._model is None:
-            super().detach()
-            return
-        self.close()
-        for module, name, tensor in self._found:
-            (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = tensor
-        self._model = None
 
-    def step(self, norms: bool = False) -> AbstractContextManager:
-        return super().step(norms) if self._model is None else nullcontext()
+class AttachedPeer(Attached):
+    """A model that another system has.
 
-    def inference(self) -> AbstractContextManager:
-        return super().inference() if self._model is None else torch.no_grad()
+    A subclass overrides `microbatch` where the system computes forward and backward, `own_optimizer` where it updates,
+    and `close`.
 
-    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        if self._model is None:
-            return super().accumulate(losses)
-        return [self.microbatch(loss, last=index == len(losses) - 1) for index, loss in enumerate(losses)]
+    Attributes:
+        mode: the knobs.
+        device: on which the system computes.
+    """
 
-    def counters(self) -> Counters:
-        """Returns the page-locked memory of torch's allocator, the only one that is known here."""
-        return Counters(stall_ms=None, host_pinned_bytes=allocator_pinned_bytes())
+    mode: Peer
+    device: torch.device
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self) -> None:
         """Does what has to be done before the parameters, which have memory now, are filled."""
 
     def microbatch(self, loss: Callable[[], Tensor], last: bool) -> Tensor:
@@ -108,6 +105,24 @@ class Peer(Mode):
     def close(self) -> None:
         """Ends the system's threads and gives up its memory."""
 
+    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        return [self.microbatch(loss, last=index == len(losses) - 1) for index, loss in enumerate(losses)]
+
+    def _take(self, mode: Peer, streams: Streams, options: AttachOptions) -> Collection[Tensor]:
+        self.mode, self.device = mode, streams.device
+        self._found = _materialised(self.model, torch.device("cpu") if mode.on_host else self.device)
+        self.prepare()
+        return ()
+
+    def _give_back(self) -> None:
+        self.close()
+        for module, name, tensor in self._found:
+            (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = tensor
+
+    def _counters(self) -> Counters:
+        """Returns the page-locked memory of torch's allocator, the only one that is known here."""
+        return Counters(stall_ms=None, host_pinned_bytes=allocator_pinned_bytes())
+
     def captured(self, loss: Callable[[], Tensor]) -> tuple[tuple[Tensor, ...], float]:
         """Returns the arguments with which `loss` calls the model, and the factor that it puts on the model's loss."""
         calls: list[tuple[Tensor, ...]] = []
@@ -117,7 +132,7 @@ class Peer(Mode):
             # As a loss that trains: the loop refuses others.
             return torch.ones((), requires_grad=True)
 
-        attributes = vars(self._model)
+        attributes = vars(self.model)
         before = {name: attributes[name] for name in (*HOOKS, "forward") if name in attributes}
         # Hooks are left out: with them the system would begin a forward of its own.
         attributes.update({name: {} for name in HOOKS}, forward=record)

@@ -15,43 +15,22 @@ from torch import Tensor, nn
 
 from offload import OwnOptimizer
 from offload.knobs import knob
-from peers.peer import PeerError, adamw_group, clip, set_rate
+from peers.peer import AttachedPeer, PeerError, adamw_group, clip, set_rate
 from peers.stages import ChainPeer, stages
 
 
-@dataclass(kw_only=True, eq=False)
-class RoundPipe(ChainPeer):
-    """Layers are recomputed in backward; the update is beside the next step if it may be one step stale.
-
-    Args:
-        stale: the update runs on a thread beside the next step, which computes with the weights before it.
-        num_microbatch: microbatches that pass through a group of layers, of equal size; its own default is the number
-            of GPUs plus 1.
-    """
-
-    option: ClassVar[str] = "roundpipe"
-    package: ClassVar[str] = "roundpipe"
-    needs_cuda: ClassVar[bool] = True
-    owns_update: ClassVar[bool] = True
-    recomputes: ClassVar[bool] = True
-
-    stale: bool = knob(False)
-    num_microbatch: int = knob(1, at_least=1)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        compiled = ("its Adam is compiled with -Ofast",)
-        return ("updates are one step stale", *compiled) if self.stale else compiled
+class AttachedRoundPipe(AttachedPeer):
+    """A Llama as the chain of a `RoundPipe`."""
 
     def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
         import roundpipe
 
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
-        chain = nn.Sequential(*stages(self._model))
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        chain = nn.Sequential(*stages(self.model))
         of_chain = {names[parameter]: name for name, parameter in chain.named_parameters()}
         for group in groups:
             group["params"] = [of_chain[names[parameter]] for parameter in group["params"]]
-        run_config = roundpipe.RoundPipeRunConfig(num_microbatch=self.num_microbatch)
+        run_config = roundpipe.RoundPipeRunConfig(num_microbatch=self.mode.num_microbatch)
         self._chain = roundpipe.RoundPipe(chain, optim_dtype=torch.float32, name="model", model_run_config=run_config)
         # Its masters, under the names that the parameters have in the wrapped chain.
         masters = {name.removeprefix("model."): master for name, master in self._chain.optim_named_parameters()}
@@ -68,22 +47,20 @@ class RoundPipe(ChainPeer):
             optimizer.zero_grad()
 
         def update(lr: float, measure: bool) -> float | None:
-            self._chain.step(step, self.stale, lr, measure)
+            self._chain.step(step, self.mode.stale, lr, measure)
             # A stale update is still under way; the norm of an earlier one is of no use.
-            return None if self.stale else measured.pop()
+            return None if self.mode.stale else measured.pop()
 
         return OwnOptimizer(groups[0]["lr"], update)
 
     def microbatch(self, loss: Callable[[], Tensor], last: bool) -> Tensor:
         batch, weight = self.captured(loss)
         examples = len(batch[0])
-        parts = min(self.num_microbatch, examples)
+        parts = min(self.mode.num_microbatch, examples)
         if examples % parts:
             # Each part's loss is a mean over its own examples, and all count alike.
-            problem = f"{self.num_microbatch} does not divide the {examples} examples of a microbatch"
-            raise PeerError(
-                "offload.num_microbatch", self.num_microbatch, f"{problem} evenly: take 1, or another batch_size"
-            )
+            problem = f"does not divide the {examples} examples of a microbatch evenly: take 1, or another batch_size"
+            raise PeerError("offload.num_microbatch", self.mode.num_microbatch, problem)
         weight /= parts
         return self._chain.forward_backward(
             # It takes its inputs from host memory.
@@ -95,3 +72,29 @@ class RoundPipe(ChainPeer):
         if hasattr(self, "_chain"):
             self._chain.optim_updated.wait()
             del self._chain
+
+
+@dataclass(kw_only=True, eq=False)
+class RoundPipe(ChainPeer):
+    """Layers are recomputed in backward; the update is beside the next step if it may be one step stale.
+
+    Args:
+        stale: the update runs on a thread beside the next step, which computes with the weights before it.
+        num_microbatch: microbatches that pass through a group of layers, of equal size; its own default is the number
+            of GPUs plus 1.
+    """
+
+    attached = AttachedRoundPipe
+    option: ClassVar[str] = "roundpipe"
+    package: ClassVar[str] = "roundpipe"
+    needs_cuda: ClassVar[bool] = True
+    owns_update: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
+
+    stale: bool = knob(False)
+    num_microbatch: int = knob(1, at_least=1)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        compiled = ("its Adam is compiled with -Ofast",)
+        return ("updates are one step stale", *compiled) if self.stale else compiled

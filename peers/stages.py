@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from models.llama import Decoder, Llama, rotary_tables
-from offload import Footprint
+from offload import NO_OPTIONS, AttachOptions, Footprint
 from peers.peer import Peer, PeerError
 
 
@@ -65,7 +65,7 @@ class ChainPeer(Peer):
 
     lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "evaluation"})
 
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
+    def footprint(self, model: nn.Module, recompute: bool = False, options: AttachOptions = NO_OPTIONS) -> Footprint:
         """Raises PeerError for a model that is not cut into stages here."""
         if not isinstance(model, Llama):
             problem = f"takes a chain of modules, and {type(model).__name__} is not cut into one here: take a Llama"
@@ -73,7 +73,7 @@ class ChainPeer(Peer):
         if model.lm_head.weight is model.model.embed_tokens.weight:
             problem = "ties no weights across stages: take model.tie_word_embeddings=false"
             raise PeerError("offload", self.option, problem)
-        return super().footprint(model, recompute)
+        return super().footprint(model, recompute, options)
 
 
 def stages(model: Llama) -> list[Stage]:

@@ -13,28 +13,11 @@ import torch
 
 from offload import OwnOptimizer
 from offload.knobs import knob
-from peers.peer import Peer, adamw_group, norm_of
+from peers.peer import AttachedPeer, Peer, adamw_group, norm_of
 
 
-@dataclass(kw_only=True, eq=False)
-class TorchaoOptimizer(Peer):
-    """Gradients go to the host as backward makes them; each weight is updated there and copied back.
-
-    Args:
-        offload_gradients: gradients do not stay on the device. Needs one microbatch a step.
-    """
-
-    option: ClassVar[str] = "torchao_optimizer"
-    package: ClassVar[str] = "torchao"
-    needs_cuda: ClassVar[bool] = True
-    owns_update: ClassVar[bool] = True
-    on_host: ClassVar[bool] = False
-    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "clipping"})
-    notes: ClassVar[tuple[str, ...]] = (
-        "without float32 masters: the host copies and both moments have the precision of the weights",
-    )
-
-    offload_gradients: bool = knob(True)
+class AttachedTorchao(AttachedPeer):
+    """A model on the device whose optimizer is on the host."""
 
     def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
         from torchao.optim import CPUOffloadOptimizer
@@ -43,7 +26,7 @@ class TorchaoOptimizer(Peer):
         optimizer = CPUOffloadOptimizer(
             list(map(adamw_group, groups)),
             torch.optim.AdamW,
-            offload_gradients=self.offload_gradients and microbatches == 1,
+            offload_gradients=self.mode.offload_gradients and microbatches == 1,
             fused=True,
         )
         small = [p for group in optimizer.d_param_groups for p in group["params"]]
@@ -65,3 +48,25 @@ class TorchaoOptimizer(Peer):
             return norm
 
         return OwnOptimizer(groups[0]["lr"], update)
+
+
+@dataclass(kw_only=True, eq=False)
+class TorchaoOptimizer(Peer):
+    """Gradients go to the host as backward makes them; each weight is updated there and copied back.
+
+    Args:
+        offload_gradients: gradients do not stay on the device. Needs one microbatch a step.
+    """
+
+    attached = AttachedTorchao
+    option: ClassVar[str] = "torchao_optimizer"
+    package: ClassVar[str] = "torchao"
+    needs_cuda: ClassVar[bool] = True
+    owns_update: ClassVar[bool] = True
+    on_host: ClassVar[bool] = False
+    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "clipping"})
+    notes: ClassVar[tuple[str, ...]] = (
+        "without float32 masters: the host copies and both moments have the precision of the weights",
+    )
+
+    offload_gradients: bool = knob(True)

@@ -130,7 +130,8 @@ def run_trl(options: argparse.Namespace) -> dict:
                 torch.cuda.synchronize(device)
             return time.perf_counter()
 
-    with acquired(device) as streams, attached(components, streams) as model, tempfile.TemporaryDirectory() as out:
+    with acquired(device) as streams, attached(components, streams) as on_gpu, tempfile.TemporaryDirectory() as out:
+        model = on_gpu.model
         fill_buffers(model)
         fill_parameters(model, config, device, None)
         RunAdapter.of(config, model, starts=True).fill(model, device)

@@ -109,11 +109,12 @@ def writer(
     if positions > config.seq_len:
         print(f"note: the text may be longer than seq_len={config.seq_len}, the longest in training", file=sys.stderr)
     drawing = {name: getattr(options, name) for name in RANGES}
-    with acquired(components.device) as streams, attached(components, streams) as model:
+    with acquired(components.device) as streams, attached(components, streams) as under_mode:
+        model = under_mode.model
         try:
             fill_buffers(model)
             load_model(model, checkpoint, config, components.device)
-            with observed(model, options.seed, streams.device), components.mode.inference():
+            with observed(model, options.seed, streams.device), under_mode.inference():
                 stops = stops_of(config, tokenizer)
                 yield Writer(model, streams.device, config, tokenizer, stops, drawing), prompt
         except ValueError as error:

@@ -27,6 +27,8 @@ from models.initialise import STD, Draws, initialise
 from models.llama import Llama, rotary_tables
 from models.quantise import QuantisedWeight
 from offload import (
+    Attached,
+    AttachOptions,
     Counters,
     HostAdamW,
     Mode,
@@ -145,7 +147,7 @@ class Workload(ABC):
     """A model under a mode, ready to run steps; as a context, it gives the model and the streams back."""
 
     task: Task
-    mode: Mode
+    attached: Attached
     model: nn.Module
     microbatches: int
     trained: list[nn.Parameter]
@@ -177,8 +179,7 @@ class Workload(ABC):
                 speculation = None
                 if options.clip_norm is not None and can_be_undone(self.optimizer.format):
                     speculation = Speculation(options.clip_norm, log_bytes(self.model.parameters()))
-                self.mode.divide(self.optimizer)
-                self.mode.overlap(self.optimizer, options.clip_norm is None, share, speculation)
+                self.attached.overlap(self.optimizer, options.clip_norm is None, share, speculation)
                 self.optimizer.allocate()
             self._undo = self._undo.pop_all()
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -205,13 +206,13 @@ class Workload(ABC):
         """
         options, batch = self.options, self.batch()
         if options.forward:
-            with self.mode.inference():
+            with self.attached.inference():
                 return [self.task.loss(self.model, batch) for _ in range(options.forward)][-1]
         clips = self.optimizer is not None and options.clip_norm is not None
-        with self.mode.step(norms=clips):
+        with self.attached.step(norms=clips):
             (share,) = shares_of(batch, 1, self.microbatches, examples_in)
-            losses = forward_backward(self.task, self.mode, self.model, share, seed=0, step=0)
-        norms, summed = self.mode.gradient_norms(), self.mode.summed_parameters()
+            losses = forward_backward(self.task, self.attached, share, seed=0, step=0)
+        norms, summed = self.attached.gradient_norms(), self.attached.summed_parameters()
         if self.reduce is not None and not summed.issuperset(self.trained):
             norms = self.reduce(self.model, norms, summed)
         if self.optimizer is not None:
@@ -229,14 +230,14 @@ class BlocksWorkload(Workload):
 
     def prepare(self, spec: str) -> str:
         options = self.options
-        name, self.mode = build_mode(spec)
+        name, mode = build_mode(spec)
         self.microbatches = options.microbatches
         self.model = blocks(options).bfloat16()
-        self.mode.attach(self.model, self.streams, self.sharers)
-        self._undo.callback(self.mode.detach)
+        self.attached = mode.attach(self.model, self.streams, AttachOptions(sharers=self.sharers))
+        self._undo.callback(self.attached.detach)
         initialise(self.model, 0, self.device)
         self.sharers.exchange((0,), "the weights", patient=True)
-        if options.recompute and not self.mode.recomputes:
+        if options.recompute and not mode.recomputes:
             recompute(block for _, block in find_blocks(self.model))
         self._generator = torch.Generator().manual_seed(0)
         return name
@@ -259,12 +260,12 @@ class ModelWorkload(Workload):
         config.device = str(self.device)
         check(config)
         components = Components.of(config, Invocation(Path(), {}), self.device)
-        self.task, self.mode, self.model = components.task, components.mode, components.model
+        self.task, self.model = components.task, components.model
         self.microbatches = config.microbatches
         with tempfile.TemporaryDirectory() as folder:
             dataset = build_dataset(config, self.model, Path(folder))
             batch = self.task.prepared(dataset.batch(0), seed_of(config.seed, 1))
-        self._undo.enter_context(attached(components, self.streams))
+        self.attached = self._undo.enter_context(attached(components, self.streams))
         fill_buffers(self.model)
         fill_parameters(self.model, config, self.device, None)
         if adapter := RunAdapter.of(config, self.model, starts=True):
@@ -299,14 +300,14 @@ def timed_steps(workload: Workload, warmup: int, steps: int) -> TimedSteps:
         for _ in range(warmup):
             workload.step()
         workload.streams.synchronize()
-        before, warmup_peak_gib = workload.mode.counters(), vram_peak_gib(workload.device)
+        before, warmup_peak_gib = workload.attached.counters(), vram_peak_gib(workload.device)
         reset_peaks(workload.device)
         for _ in range(steps):
             clock.start()
             loss = workload.step()
             clock.stop()
         times_ms = clock.collect()
-        after = workload.mode.counters()
+        after = workload.attached.counters()
     return TimedSteps(times_ms, after - before, after, loss.item(), warmup_peak_gib)
 
 

@@ -259,11 +259,11 @@ def test_a_thread_that_a_mode_needs_and_the_system_refuses_is_one_line(run, monk
 
 def test_a_host_without_room_for_the_optimizers_states_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch):
     components = components_of(*SMALL, *HOST_ADAMW)
-    with acquired(components.device) as streams, attached(components, streams):
+    with acquired(components.device) as streams, attached(components, streams) as found:
         monkeypatch.setattr("offload.optimizer.states.free_host_bytes", lambda: 1000)
         needed = "0.00 GiB of host memory are needed for the optimizer's states, 0.00 GiB are free"
         with pytest.raises(MemoryError, match=needed):
-            build_optimizer(components)
+            build_optimizer(components, found)
 
 
 DRIVER = """

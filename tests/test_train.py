@@ -111,7 +111,7 @@ def test_states_that_fill_the_spare_device_memory_train_alike(tmp_path: Path, mo
 
 
 def _place_states(job: RankJob, nbytes: int) -> None:
-    job.components.mode.place_states(nbytes)
+    job.attached.trained.place_states(nbytes)
 
 
 def test_a_run_of_its_own_writes_to_its_directory_only_as_wandb_has_it_and_is_a_function_of_its_seed(tmp_path: Path):

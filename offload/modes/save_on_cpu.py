@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from offload.memory.host_memory import allocator_pinned_bytes
-from offload.modes.activation_mode import ActivationMode
+from offload.modes.activation_mode import ActivationMode, MovedActivations
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.torch_private.tensor_parts import Wrapping, wraps
@@ -30,15 +30,23 @@ class SaveOnCpu(ActivationMode):
     a device would copy.
     """
 
+    def activations(self, model: nn.Module, streams: Streams) -> SavedOnCpu:
+        return SavedOnCpu(model, is_dry_run=streams.device.type == "meta")
+
+
+class SavedOnCpu(MovedActivations):
+    """Activations that torch's own hooks move."""
+
+    def __init__(self, model: nn.Module, is_dry_run: bool):
+        self._is_dry_run = is_dry_run
+        copies = _MetaCopies() if is_dry_run else save_on_cpu(pin_memory=torch.cuda.is_available())
+        self._copies = _CountedCopies(copies)
+        super().__init__(model)
+
     def around_forward(self, arguments: tuple, keywords: Mapping) -> AbstractContextManager:
         return self._copies.hooks()
 
-    def prepare(self, model: nn.Module, streams: Streams) -> None:
-        self._is_dry_run = streams.device.type == "meta"
-        copies = _MetaCopies() if self._is_dry_run else save_on_cpu(pin_memory=torch.cuda.is_available())
-        self._copies = _CountedCopies(copies)
-
-    def activation_counters(self) -> Counters:
+    def counters(self) -> Counters:
         """Returns the bytes of saved tensors, all of which compute waits for.
 
         Page-locked host memory is that of torch's allocator, which keeps it for the next step. In a dry run the bytes

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,8 +24,8 @@ from offload.errors import KnobError
 from offload.knobs import choice, knob, nbytes
 from offload.microbatches.layer_major import LayerMajor
 from offload.microbatches.trial import compute_alike
-from offload.modes.weight_mode import WeightMode
-from offload.sharing.sharers import NO_SHARERS, Sharers
+from offload.modes.mode import NO_OPTIONS, AttachOptions
+from offload.modes.weight_mode import AttachedWeights, WeightMode
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.torch_private.block_buffers import buffers_here
@@ -111,17 +111,6 @@ class ShardOffload(WeightMode):
     boundary: str = choice("host", "device")
     slots: int = knob(2, at_least=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._model: nn.Module | None = None
-        self._layer_major: LayerMajor | None = None
-        self._resident_shares: ResidentShares | None = None
-        self._resident_buffers: list[Place] = []
-        self._boundary_swapper: ActivationSwapper | None = None
-        self._undo: list[Callable[[], None]] = []
-        # Whether microbatches run side by side; None: not tried yet.
-        self._side_by_side: bool | None = None
-
     @property
     def recomputes(self) -> bool:
         return self.checkpoint
@@ -157,27 +146,37 @@ class ShardOffload(WeightMode):
     def _streams(self, tensor: Tensor) -> bool:
         return self.trained == "stream" or not tensor.requires_grad
 
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
+    def footprint(self, model: nn.Module, recompute: bool = False, options: AttachOptions = NO_OPTIONS) -> Footprint:
         # A block is recomputed while its shard is on the device for backward.
-        return replace(super().footprint(model, recompute=False), layer_major=True)
+        return replace(super().footprint(model, recompute=False, options=options), layer_major=True)
 
-    def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
-        super().attach(model, streams, sharers)
-        self._model, self._side_by_side = model, None
+    def attach(self, model: nn.Module, streams: Streams, options: AttachOptions = NO_OPTIONS) -> AttachedShards:
+        return AttachedShards(self, model, streams, options)
+
+
+class AttachedShards(AttachedWeights):
+    """A model whose shards stream, each for all microbatches of a step."""
+
+    def _take(self, mode: ShardOffload, streams: Streams, options: AttachOptions) -> Collection[Tensor]:
+        fixed = super()._take(mode, streams, options)
         self._layer_major = LayerMajor(streams, self._around_turn)
+        self._resident_buffers: list[Place] = []
+        self._boundary_swapper: ActivationSwapper | None = None
+        self._undo: list[Callable[[], None]] = []
+        # Whether microbatches run side by side; None: not tried yet.
+        self._side_by_side: bool | None = None
         try:
             self._resident_shares = ResidentShares(self._streamer.cut.resident)
-            self._wrap_blocks(model)
+            self._wrap_blocks(mode)
         except BaseException:
-            self.detach()
+            self._give_back()
             raise
+        return fixed
 
     @contextmanager
-    def step(self, norms: bool = False) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(super().step(norms))
-            if self._boundary_swapper is not None:
-                stack.enter_context(self._boundary_swapper.step())
+    def _around_step(self, norms: bool) -> Iterator[None]:
+        boundaries = nullcontext() if self._boundary_swapper is None else self._boundary_swapper.step()
+        with super()._around_step(norms), boundaries:
             yield
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
@@ -190,7 +189,7 @@ class ShardOffload(WeightMode):
         """
         if running_microbatch() is not None:
             raise RuntimeError("accumulate inside a loss of several microbatches: call loss.backward() there")
-        if len(losses) < 2 or self._model is None or any(map(_takes_each_gradient, self._model.parameters())):
+        if len(losses) < 2 or any(map(_takes_each_gradient, self.model.parameters())):
             return super().accumulate(losses)
         if self._side_by_side is None:
             self._try(losses)
@@ -206,7 +205,7 @@ class ShardOffload(WeightMode):
     @contextmanager
     def _shares(self) -> Iterator[None]:
         """Surrounds microbatches side by side, which have their own of what stays on the device: `_around_turn`."""
-        self._resident_buffers = buffers_here(self._model)
+        self._resident_buffers = buffers_here(self.model)
         self._resident_shares.begin()
         try:
             yield
@@ -222,7 +221,7 @@ class ShardOffload(WeightMode):
             # Without values, or with other fetches than other sharers.
             return
         with self._shares(), self._streamer.gradients.accumulating(side_by_side=True):
-            alike = compute_alike(losses, self._layer_major.forwards, self._model, device, self._streamer.weights_now)
+            alike = compute_alike(losses, self._layer_major.forwards, self.model, device, self._streamer.weights_now)
         # The forwards of the trial are no part of the order in which a step uses units.
         self._streamer.prefetcher.forget_uses()
         self._side_by_side = all(flag for (flag,) in exchange((alike,), "microbatches side by side", everywhere=True))
@@ -235,8 +234,8 @@ class ShardOffload(WeightMode):
                 stacklevel=3,
             )
 
-    def counters(self) -> Counters:
-        counters, swapper = super().counters(), self._boundary_swapper
+    def _counters(self) -> Counters:
+        counters, swapper = super()._counters(), self._boundary_swapper
         if swapper is None:
             return counters
         # The weights' transfer makes these copies, and has counted their bytes already.
@@ -244,16 +243,15 @@ class ShardOffload(WeightMode):
             activation_h2d_bytes=swapper.fetched_bytes, activation_d2h_bytes=swapper.swapped_bytes
         )
 
-    def detach(self) -> None:
-        self._streamer.check_between_steps()
+    def _give_back(self) -> None:
         while self._undo:
             self._undo.pop()()
         if self._boundary_swapper is not None:
             self._boundary_swapper.close()
         self._layer_major.close()
         # Some of these refer back to this object: without them memory goes with its last reference.
-        self._model = self._boundary_swapper = self._layer_major = self._resident_shares = None
-        super().detach()
+        self._boundary_swapper = self._layer_major = self._resident_shares = None
+        super()._give_back()
 
     @contextmanager
     def _around_turn(self, microbatch: int) -> Iterator[None]:
@@ -265,8 +263,8 @@ class ShardOffload(WeightMode):
         with own_copies(self._resident_buffers), self._resident_shares.turn(microbatch):
             yield
 
-    def _wrap_blocks(self, model: nn.Module) -> None:
-        if self.boundary == "host" and self.checkpoint:
+    def _wrap_blocks(self, mode: ShardOffload) -> None:
+        if mode.boundary == "host" and mode.checkpoint:
             self._boundary_swapper = ActivationSwapper(
                 self._streamer.transfer,
                 self._streamer.arena,
@@ -274,10 +272,10 @@ class ShardOffload(WeightMode):
                 in_flight_bytes=IN_FLIGHT_BYTES,
                 prefetch_bytes=IN_FLIGHT_BYTES,
             )
-        if self.recomputes:
-            blocks = find_blocks(model, self.layers, key="layers")
+        if mode.recomputes:
+            blocks = find_blocks(self.model, mode.layers, key="layers")
             self._undo.append(recompute(block for _, block in blocks))
-        cut_points = self.chosen(model)
+        cut_points = mode.chosen(self.model)
         places = {name: place for place, name in enumerate(dict.fromkeys(point.name for point in cut_points))}
         for point in cut_points:
             entrance = WrappedForward(point.module, functools.partial(self._entered, places[point.name], point))

@@ -16,7 +16,8 @@ from offload.activations.swapper import ActivationSwapper
 from offload.errors import refuse_part
 from offload.knobs import nbytes
 from offload.memory.host_memory import HostArena
-from offload.modes.activation_mode import ActivationMode
+from offload.modes.activation_mode import ActivationMode, MovedActivations
+from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.streams.transfer import Telemetry, Transfer
@@ -42,20 +43,24 @@ class TensorSwap(ActivationMode):
 
     budget: str | int = nbytes(0, or_else="auto")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._model: nn.Module | None = None
-        self._swapper: ActivationSwapper | None = None
-        self._one_thread = OneThread()
-
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
+    def footprint(self, model: nn.Module, recompute: bool = False, options: AttachOptions = NO_OPTIONS) -> Footprint:
         budget = None if self.budget == "auto" else self.budget
-        return replace(super().footprint(model, recompute), activation_budget_bytes=budget)
+        return replace(super().footprint(model, recompute, options), activation_budget_bytes=budget)
 
-    def prepare(self, model: nn.Module, streams: Streams) -> None:
+    def activations(self, model: nn.Module, streams: Streams) -> SwappedActivations:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             refuse_part(name, tensor)
+        return SwappedActivations(
+            model, streams, AutomaticBudget() if self.budget == "auto" else FixedBudget(self.budget)
+        )
+
+
+class SwappedActivations(MovedActivations):
+    """Activations that an `ActivationSwapper` moves."""
+
+    def __init__(self, model: nn.Module, streams: Streams, policy: FixedBudget):
         self._model = model
+        self._one_thread = OneThread()
         self._telemetry = Telemetry(streams)
         self._arena = HostArena(streams.device)
         self._swapper = ActivationSwapper(
@@ -64,8 +69,9 @@ class TensorSwap(ActivationMode):
             min_bytes=MIN_BYTES,
             in_flight_bytes=IN_FLIGHT_BYTES,
             prefetch_bytes=PREFETCH_BYTES,
-            policy=AutomaticBudget() if self.budget == "auto" else FixedBudget(self.budget),
+            policy=policy,
         )
+        super().__init__(model)
 
     def around_step(self) -> AbstractContextManager:
         return self._swapper.step(kept=(*self._model.parameters(), *self._model.buffers()))
@@ -77,12 +83,11 @@ class TensorSwap(ActivationMode):
         with self._one_thread.turn(), kept, self._swapper.hooks():
             yield
 
-    def put_away(self) -> None:
+    def close(self) -> None:
         self._swapper.close()
         self._arena.close()
-        self._model = self._swapper = None
 
-    def activation_counters(self) -> Counters:
+    def counters(self) -> Counters:
         self._telemetry.collect()
         into, out = self._telemetry.h2d_bytes, self._telemetry.d2h_bytes
         return Counters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,21 +11,19 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from offload.errors import NOT_ATTACHED, KnobError
-from offload.files.file_filler import FileFiller, Spans, leave_in_files, ring_bytes
+from offload.errors import KnobError
+from offload.files.file_filler import FileFiller, leave_in_files, ring_bytes
 from offload.knobs import choice, knob
 from offload.microbatches.layer_major import one_after_another
-from offload.modes.mode import Mode
+from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.sharing.gather_filler import GatherFiller
-from offload.sharing.sharers import NO_SHARERS, Sharers
 from offload.sharing.slices import cut_for_sharers, slices_of, updated_elements
 from offload.speculation.trials import Speculation
 from offload.speculation.updates import overlapping
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
-from offload.torch_private.attachment import attaching
 from offload.torch_private.fused_optimizers import counting_fused_updates
 from offload.torch_private.module_contexts import check_recompute_is_outside
 from offload.weights.footprint import Footprint
@@ -70,21 +68,6 @@ class WeightMode(Mode, ABC):
     pin: str = choice("auto", "off")
     source: str = choice("memory", "mapped")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._attached: WeightStreamer | None = None
-        self._overlap: Overlap | None = None
-        self._spans: Spans | None = None
-        self._releases = False
-        self._expected_sharers = 1
-        self._sharers: Sharers = NO_SHARERS
-
-    @property
-    def _streamer(self) -> WeightStreamer:
-        if self._attached is None:
-            raise RuntimeError(NOT_ATTACHED)
-        return self._attached
-
     def check(self) -> None:
         if self.prefetch is not None and self.prefetch >= self.slots:
             problem = f"must be below slots={self.slots}, because the unit that computes needs a slot as well"
@@ -99,99 +82,101 @@ class WeightMode(Mode, ABC):
         """Returns the cut points under the names of their units; those of one name make one unit."""
         return cut_points
 
-    def map_weights(self, spans: Spans) -> None:
-        self._spans = spans
-
-    def why_gradients_stay(self, model: nn.Module) -> str | None:
-        units = self._cut(model).units
-        if not any(unit.trained for unit in units):
-            return "nothing that streams trains, so no gradients go to the host"
-        return why_kept(units)
-
-    def release_gradients(self, released: bool = True) -> None:
-        if self._attached is not None:
-            raise RuntimeError("release_gradients while a model is attached: detach it first")
-        self._releases = released
-
-    @property
-    def releases_gradients(self) -> bool:
-        return self._releases
-
-    def use_updates(self, updates: Updates) -> None:
-        self._streamer.use_updates(updates)
-
-    def expect_sharers(self, count: int) -> None:
-        self._expected_sharers = count
-
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
-        streamed, sharers = self._cut(model), self._expected_sharers
-        if sharers > 1:
-            streamed = cut_for_sharers(streamed)
-        ring = ring_bytes(streamed.units, self._spans) if self.source == "mapped" else 0
-        found = Footprint.of(streamed, self._slots_for(streamed), recompute, ring, self._releases)
+    def footprint(self, model: nn.Module, recompute: bool = False, options: AttachOptions = NO_OPTIONS) -> Footprint:
+        streamed, sharers = self.cut_model(model, options), options.sharers.count
+        ring = ring_bytes(streamed.units, options.spans) if self.source == "mapped" else 0
+        found = Footprint.of(streamed, self.slots_for(streamed), recompute, ring, options.release_gradients)
+        if any(unit.trained for unit in streamed.units):
+            stay = why_kept(streamed.units)
+        else:
+            stay = "nothing that streams trains, so no gradients go to the host"
+        found = replace(found, why_gradients_stay=stay)
         return replace(found, slices=updated_elements(streamed.units, sharers)) if sharers > 1 else found
 
-    def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
+    def attach(self, model: nn.Module, streams: Streams, options: AttachOptions = NO_OPTIONS) -> AttachedWeights:
         """Takes `model` over: its units go to host memory, the rest to the device of `streams`.
 
         Tensors on the meta device become memory where they belong, for the caller to fill there: until then, steps and
-        forwards raise RuntimeError. Raises KnobError as `footprint` does, RuntimeError when this mode has a model
-        already, or a module of this model has a mode, MemoryError where the host has no room, OSError for a file of
-        weights that cannot be read, and ValueError for a parameter that `sharers` cannot share. After an exception the
-        model is as it was found.
+        forwards raise RuntimeError. Raises KnobError as `footprint` does, RuntimeError when a module of this model has
+        a mode, MemoryError where the host has no room, OSError for a file of weights that cannot be read, and
+        ValueError for a parameter that `sharers` cannot share. After an exception the model is as it was found.
 
         `sharers` share the homes of the units, and each has its own buffers, which stay on the device. In a step each
         copies in its slices of a unit and gathers the others' (`offload.sharing.gather_filler`). Outside of
         steps each copies whole units, so the caller first waits until the updates of all sharers are done, as before
-        `detach`. Parameters are updated by an optimizer that was given to `divide`.
+        `detach`. Parameters are updated by an optimizer that was given to `overlap`.
         """
-        if self._attached is not None:
-            raise RuntimeError("this mode has a model already: detach it, or make a second mode")
-        check_recompute_is_outside(model)
-        with attaching(model, self, streams) as self._attachment:
-            streamed = self._cut(model)
-            if sharers.count > 1:
-                streamed = cut_for_sharers(streamed)
-            slots = self._slots_for(streamed)
-            prefetch = slots - 1 if self.prefetch is None else min(self.prefetch, slots - 1)
-            knobs = {"slots": slots, "prefetch": prefetch, "pin": self.pin == "auto"}
-            make_filler = Filler
-            if sharers.count > 1:
-                make_filler = partial(GatherFiller, sharers=sharers)
-            elif self.source == "mapped":
-                make_filler = partial(FileFiller, spans=self._spans)
-            if self._releases:
-                self._check_release(streamed, sharers)
-            self._attached = WeightStreamer(
-                streamed, streams, **knobs, make_filler=make_filler, releases=self._releases
-            )
-            self._sharers = sharers
-            self._unfilled.watch(model, {t.host for unit in streamed.units if unit.is_fixed for t in unit.tensors})
+        return AttachedWeights(self, model, streams, options)
 
-    def detach(self) -> None:
-        self._streamer.check_between_steps()
-        try:
-            self._streamer.detach()
-        finally:
-            self._unfilled.close()
-            self._attached = self._overlap = None
-            self._attachment.release()
+    def chosen(self, model: nn.Module) -> Sequence[CutPoint]:
+        """Returns the cut points that `include` and `exclude` leave, named by their units."""
+        return self.grouped([point for point in self.cut_points(model) if self._selects(point.name)])
 
-    @contextmanager
-    def step(self, norms: bool = False) -> Iterator[None]:
-        """Surrounds forward and backward of one step; afterwards gradients can be read on the host."""
-        self._unfilled.check_step()
-        with self._streamer.step(norms), counting_fused_updates():
-            yield
+    def cut_model(self, model: nn.Module, options: AttachOptions) -> CutModel:
+        """Returns the units of `model`, and what stays on the device. Raises KnobError for a knob that does not fit."""
+        parts = cut(model, self.chosen(model), trained_stays=self.trained == "device")
+        if self.trained == "device" and all(parameter.requires_grad for parameter in model.parameters()):
+            problem = "nothing of the model is frozen, so nothing would stream: take stream"
+            raise KnobError("trained", self.trained, problem)
+        streamed = keep_on_device(parts, self.resident)
+        if self.source == "mapped":
+            if options.spans is None:
+                problem = (
+                    "it is not known where the weights are in files: give AttachOptions(spans=...), or take memory"
+                )
+                raise KnobError("source", self.source, problem)
+            leave_in_files(streamed.units, options.spans)
+        together = open_at_once(model, streamed.windows)
+        if self.slots < len(together):
+            names = " and ".join(unit.name for unit in together[:3])
+            raise KnobError("slots", self.slots, f"must be at least {len(together)}, because {names} are used together")
+        return cut_for_sharers(streamed) if options.sharers.count > 1 else streamed
 
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        """Surrounds forwards without gradients; see `Mode.inference`.
+    def slots_for(self, streamed: CutModel) -> int:
+        """Returns the number of slots for this model."""
+        # More than there are units would only take memory.
+        return min(self.slots, max(len(streamed.units), 1))
 
-        Raises RuntimeError also for a parameter that was moved or replaced by one that cannot be streamed.
-        """
-        with super().inference(), self._streamer.inference(), counting_fused_updates():
-            yield
+    def _selects(self, name: str) -> bool:
+        included = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
+        return included and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+
+class AttachedWeights(Attached):
+    """A model whose units stream."""
+
+    def _take(self, mode: WeightMode, streams: Streams, options: AttachOptions) -> Collection[Tensor]:
+        check_recompute_is_outside(self.model)
+        streamed = mode.cut_model(self.model, options)
+        sharers, make_filler = options.sharers, Filler
+        self._sharers, self._releases = sharers, options.release_gradients
+        if sharers.count > 1:
+            make_filler = partial(GatherFiller, sharers=sharers)
+        elif mode.source == "mapped":
+            make_filler = partial(FileFiller, spans=options.spans)
+        if options.release_gradients:
+            late = "processes that share the weights sum some gradients after backward, from their homes"
+            if reason := late if sharers.count > 1 else why_kept(streamed.units):
+                raise KnobError("gradients", "release", f"{reason}: take keep")
+        slots = mode.slots_for(streamed)
+        self._streamer = WeightStreamer(
+            streamed,
+            streams,
+            slots=slots,
+            prefetch=slots - 1 if mode.prefetch is None else min(mode.prefetch, slots - 1),
+            pin=mode.pin == "auto",
+            make_filler=make_filler,
+            releases=options.release_gradients,
+        )
+        self._overlap: Overlap | None = None
+        units = self._streamer.cut.units
+        if sharers.count > 1:
+            self.shared_parameters = frozenset(tensor.host for unit in units for tensor in unit.tensors)
+        return {tensor.host for unit in units if unit.is_fixed for tensor in unit.tensors}
+
+    def use_updates(self, updates: Updates) -> None:
+        """Calls `updates` at the points of a step, in the place of those of `overlap`."""
+        self._streamer.use_updates(updates)
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         with self._streamer.gradients.accumulating():
@@ -200,22 +185,32 @@ class WeightMode(Mode, ABC):
     def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
         return self._streamer.gradients.norms()
 
+    def summed_parameters(self) -> frozenset[nn.Parameter]:
+        return self._streamer.gradients.destination.summed_parameters()
+
     def overlap(
         self, optimizer: HostAdamW, early: bool, device_share: int = 0, speculation: Speculation | None = None
     ) -> None:
-        """Hides the updates of `optimizer` behind the step; see `Overlap` and `overlapping`.
+        """Hides the updates of `optimizer` behind the step; see `Attached.overlap`, `Overlap` and `overlapping`.
 
-        Raises KnobError for what does not go together with released gradients. Where processes share the weights, call
-        it after `divide`: `device_share` and `speculation` are for this process's slices, and all processes end a step
-        alike, by `optimizer.step` with one scale or by `optimizer.skip`.
+        Raises KnobError for what does not go together with released gradients. Where processes share the weights,
+        `device_share` and `speculation` are for this process's slices, and all processes end a step alike, by
+        `optimizer.step` with one scale or by `optimizer.skip`.
         """
+        sharers = self._sharers
         if self._releases and not early:
             raise KnobError("early", early, "must be true where gradients are released to updates inside backward")
         if self._overlap is not None:
             self._overlap.close()
-        processes = self._sharers.count
-        self._overlap = overlapping(optimizer, self._streamer, early, device_share, speculation, processes)
-        self._streamer.use_updates(self._overlap)
+        if sharers.count > 1:
+            slices = {
+                tensor.host: slices_of(unit, sharers.count).elements(tensor, sharers.rank)
+                for unit in self._streamer.cut.units
+                for tensor in unit.trained
+            }
+            optimizer.states.share(slices, sharers)
+        self._overlap = overlapping(optimizer, self._streamer, early, device_share, speculation, sharers.count)
+        self.use_updates(self._overlap)
 
     def place_states(self, nbytes: int) -> None:
         """Keeps optimizer states of the first units that fit into `nbytes` on the device from now on; between steps.
@@ -224,58 +219,21 @@ class WeightMode(Mode, ABC):
         """
         self._overlap.place_states(nbytes)
 
-    def divide(self, optimizer: HostAdamW) -> None:
-        sharers = self._sharers
-        if sharers.count > 1:
-            slices = {
-                tensor.host: slices_of(unit, sharers.count).elements(tensor, sharers.rank)
-                for unit in self._streamer.cut.units
-                for tensor in unit.trained
-            }
-            optimizer.states.share(slices, sharers)
+    @contextmanager
+    def _around_step(self, norms: bool) -> Iterator[None]:
+        with self._streamer.step(norms), counting_fused_updates():
+            yield
 
-    def summed_parameters(self) -> frozenset[nn.Parameter]:
-        return self._streamer.gradients.destination.summed_parameters()
+    @contextmanager
+    def _around_inference(self) -> Iterator[None]:
+        with self._streamer.inference(), counting_fused_updates():
+            yield
 
-    def shared_parameters(self) -> frozenset[nn.Parameter]:
-        units = self._streamer.cut.units if self._sharers.count > 1 else ()
-        return frozenset(tensor.host for unit in units for tensor in unit.tensors)
+    def _give_back(self) -> None:
+        try:
+            self._streamer.detach()
+        finally:
+            self._streamer = self._overlap = None
 
-    def counters(self) -> Counters:
+    def _counters(self) -> Counters:
         return self._streamer.counters()
-
-    def chosen(self, model: nn.Module) -> Sequence[CutPoint]:
-        """Returns the cut points that `include` and `exclude` leave, named by their units."""
-        return self.grouped([point for point in self.cut_points(model) if self._selects(point.name)])
-
-    @staticmethod
-    def _check_release(streamed: CutModel, sharers: Sharers) -> None:
-        late = "processes that share the weights sum some gradients after backward, from their homes"
-        shared = late if sharers.count > 1 else None
-        if reason := shared or why_kept(streamed.units):
-            raise KnobError("gradients", "release", f"{reason}: take keep")
-
-    def _cut(self, model: nn.Module) -> CutModel:
-        parts = cut(model, self.chosen(model), trained_stays=self.trained == "device")
-        if self.trained == "device" and all(parameter.requires_grad for parameter in model.parameters()):
-            problem = "nothing of the model is frozen, so nothing would stream: take stream"
-            raise KnobError("trained", self.trained, problem)
-        streamed = keep_on_device(parts, self.resident)
-        if self.source == "mapped":
-            if self._spans is None:
-                problem = "it is not known where the weights are in files: call map_weights first, or take memory"
-                raise KnobError("source", self.source, problem)
-            leave_in_files(streamed.units, self._spans)
-        together = open_at_once(model, streamed.windows)
-        if self.slots < len(together):
-            names = " and ".join(unit.name for unit in together[:3])
-            raise KnobError("slots", self.slots, f"must be at least {len(together)}, because {names} are used together")
-        return streamed
-
-    def _slots_for(self, streamed: CutModel) -> int:
-        # More than there are units would only take memory.
-        return min(self.slots, max(len(streamed.units), 1))
-
-    def _selects(self, name: str) -> bool:
-        included = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
-        return included and not any(fnmatchcase(name, pattern) for pattern in self.exclude)

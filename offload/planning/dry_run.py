@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.activations.checkpointing import recompute
-from offload.modes.mode import Mode
+from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.simulated_streams import PlannedSharers, SimulatedStreams
@@ -140,23 +140,25 @@ def dry_run(
     timed: SimulatedStreams | None = None,
     on_gpu: bool = True,
     sharers: PlannedSharers | None = None,
+    options: AttachOptions = NO_OPTIONS,
 ) -> DryRun:
     """Attaches `mode` to `model` and runs a step. The model is on the meta device, and left as it was found.
 
     `losses` compute the loss of each microbatch on meta tensors. `recomputed` are the blocks that backward computes
     again, unless the mode does so itself. `norms`: the mode takes the norms of gradients. `timed` are streams that
     record when they do what. `on_gpu`: the kernels are those of a GPU, not of the CPU; they save other tensors for
-    backward. `sharers`: those that the mode shares its homes with; None, nobody. Raises the model's error where the
-    model needs values, and NotFinalError where the mode releases gradients and one is not final when it lands.
+    backward. `sharers` take the place of those of `options`; None, nobody. Raises the model's error where the model
+    needs values, and NotFinalError where gradients are released and one is not final when it lands.
     """
     streams = timed or CheckedStreams(torch.device("meta"))
     tracker = MemoryTracker(timed.spend) if timed else MemoryTracker()
-    resident = [tensor for tensor in mode.footprint(model).resident if tensor.requires_grad]
+    options = replace(options, sharers=sharers or NO_SHARERS)
+    resident = [tensor for tensor in mode.footprint(model, options=options).resident if tensor.requires_grad]
     with _on_meta(model, tracker, on_gpu), ExitStack() as stack:
-        mode.attach(model, streams, sharers or NO_SHARERS)
-        stack.callback(mode.detach)
-        if mode.releases_gradients:
-            mode.use_updates(ImmediateUpdates(streams))
+        attached = mode.attach(model, streams, options)
+        stack.callback(attached.detach)
+        if options.release_gradients:
+            attached.use_updates(ImmediateUpdates(streams))
         stack.callback(recompute(recomputed))
         slot_bytes = tracker.live_bytes
         stack.enter_context(_gradients_noted(resident, tracker))
@@ -165,11 +167,11 @@ def dry_run(
             tracker.start_step()
             if timed:
                 timed.start_step()
-            log = _Log(tracker, mode, sharers)
-            with mode.step(norms):
-                mode.accumulate([log.around(loss) for loss in losses])
+            log = _Log(tracker, attached, sharers)
+            with attached.step(norms):
+                attached.accumulate([log.around(loss) for loss in losses])
             log.mark()
-        host_bytes = mode.counters().host_pageable_bytes
+        host_bytes = attached.counters().host_pageable_bytes
     return DryRun(
         phases=log.phases(),
         slot_bytes=slot_bytes,
@@ -201,8 +203,9 @@ def dry_run_forwards(
     *,
     timed: SimulatedStreams,
     on_gpu: bool = True,
+    options: AttachOptions = NO_OPTIONS,
 ) -> ForwardRun:
-    """Attaches `mode` to `model` and calls `forwards` inside `mode.inference()`.
+    """Attaches `mode` to `model`, without the sharers of `options`, and calls `forwards` inside `inference()`.
 
     The model is on the meta device, and left as it was found. The host waits for each result before the next call, as a
     sampler does that looks at it. Copies of units that are fetched for a forward that never comes count in the bytes
@@ -210,22 +213,22 @@ def dry_run_forwards(
     """
     tracker = MemoryTracker(timed.spend)
     with _on_meta(model, tracker, on_gpu), torch.no_grad():
-        mode.attach(model, timed)
+        attached = mode.attach(model, timed, replace(options, sharers=NO_SHARERS))
         slot_bytes = tracker.live_bytes
         try:
             timed.start_step()
             tracker.start_step()
-            before = mode.counters()
-            with mode.inference():
+            before = attached.counters()
+            with attached.inference():
                 for forward in forwards:
                     forward()
                     result = timed.event()
                     result.record(timed.compute)
                     result.synchronize()
                 ms = timed.host_ms
-            moved = mode.counters() - before
+            moved = attached.counters() - before
         finally:
-            mode.detach()
+            attached.detach()
     return ForwardRun(moved.h2d_bytes, moved.d2h_bytes, ms, tracker.peak_bytes - slot_bytes)
 
 
@@ -288,17 +291,17 @@ def _own_attributes(holder: object) -> dict[str, object]:
 class _Log:
     """Reads the counters where forward begins and ends: when the first microbatch enters it, and the last leaves it."""
 
-    def __init__(self, tracker: MemoryTracker, mode: Mode, sharers: PlannedSharers | None):
+    def __init__(self, tracker: MemoryTracker, attached: Attached, sharers: PlannedSharers | None):
         self.turn_bytes = 0
         self._tracker = tracker
-        self._mode = mode
+        self._attached = attached
         self._sharers = sharers
         self._inside = 0
         self._readings: list[dict[str, float]] = []
         self.mark()
 
     def mark(self) -> None:
-        counters = self._mode.counters()
+        counters = self._attached.counters()
         self._readings.append(
             {
                 "flops": self._tracker.flops,

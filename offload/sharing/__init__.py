@@ -1,7 +1,7 @@
 """The processes that share the homes of a model: their protocol, their memory, exchanges and links between devices.
 
-The names in `__all__` are public. `mode.attach(model, streams, sharers)` takes `Sharers`, processes of one host, each
-with a device; then `mode.divide(optimizer)`. `NO_SHARERS` is a process by itself.
+The names in `__all__` are public. `AttachOptions.sharers` has `Sharers`, processes of one host, each with a
+device. `NO_SHARERS` is a process by itself.
 
 - `ExchangeBoard`: their exchanges of a few numbers, through shared memory. `meet` waits for all. `SharerLostError`
   names one that has ended or hangs; an error that sharing alone brings about ends with `OWN_HOMES`.

@@ -27,6 +27,7 @@ class Footprint:
         activation_budget_bytes: of swapped activations that stay on the device; None: as many as copies would not hide.
         resident: the tensors that stay on the device.
         trained: the parameters of each unit that train.
+        why_gradients_stay: in words, why gradients cannot be released (`AttachOptions`); None if they can.
         slices: where processes share the homes, for each of them and for each unit the elements of the ranges that it
             updates.
     """
@@ -43,6 +44,7 @@ class Footprint:
     ring_bytes: int = 0
     layer_major: bool = False
     activation_budget_bytes: int | None = 0
+    why_gradients_stay: str | None = "no weights stream, so no gradients go to the host"
     resident: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
     trained: tuple[tuple[Tensor, ...], ...] = field(default=(), compare=False, repr=False)
     slices: tuple[tuple[tuple[int, ...], ...], ...] = field(default=(), compare=False, repr=False)

@@ -63,7 +63,7 @@ class WeightStreamer:
         self.arena = HostArena(streams.device, pin)
         self._streams = streams
         self._updates: Updates = NO_UPDATES
-        self._in_step = self._in_inference = False
+        self._in_inference = False
         with ExitStack() as undo:
             undo.callback(self.arena.close)
             # Steps that may fail for lack of memory come before the model is touched.
@@ -127,18 +127,13 @@ class WeightStreamer:
 
         `norms`: take the norms of the gradients.
         Afterwards gradients are readable on the host and no copy is in flight; that holds after an exception too.
-        Raises RuntimeError when a step is open already, when updates of the last one have begun inside backward and the
-        optimizer has not ended it, for a parameter that was moved, or was frozen until now, and where more than the
-        update needs a gradient that is released.
+        Raises RuntimeError when updates of the last one have begun inside backward and the optimizer has not ended it,
+        for a parameter that was moved, or was frozen until now, and where more than the update needs a gradient that is
+        released.
         """
-        if self._in_step:
-            raise RuntimeError("a step is open already: close it before the next")
-        if self._in_inference:
-            raise RuntimeError("a step inside mode.inference(), where weights stay as they are: end it before the step")
         self._take_changes()
         self._updates.begin_step()
         self.gradients.begin_step(norms)
-        self._in_step = True
         try:
             self.prefetcher.begin_step()
             self._windows.begin(in_step=True)
@@ -158,13 +153,10 @@ class WeightStreamer:
     def inference(self) -> Iterator[None]:
         """Surrounds forwards without gradients, between which nothing changes the weights: they follow without a gap.
 
-        Slots keep their units, and the units that the next forward uses first come in while this one ends. Inside a
-        step, and inside itself, it does nothing more. Raises RuntimeError for a parameter that was moved, and for one
-        that was changed inside, where its version counter shows that.
+        Slots keep their units, and the units that the next forward uses first come in while this one ends. Raises
+        RuntimeError for a parameter that was moved, and for one that was changed inside, where its version counter
+        shows that.
         """
-        if self._in_step or self._in_inference:
-            yield
-            return
         self._take_changes()
         self._in_inference = True
         try:
@@ -196,7 +188,6 @@ class WeightStreamer:
         self._streams.synchronize()
 
     def _end_step(self) -> None:
-        self._in_step = False
         self.gradients.end_backward()
         self._windows.end()
         self.prefetcher.end_step()
@@ -214,14 +205,8 @@ class WeightStreamer:
     def check_weights_may_change(self) -> None:
         """Raises RuntimeError inside `inference`, where the weights stay as they are."""
         if self._in_inference:
-            raise RuntimeError("optimizer.step() inside mode.inference(), where weights stay as they are: end it first")
-
-    def check_between_steps(self) -> None:
-        """Raises RuntimeError inside a step, where the model cannot be given back."""
-        if self._in_step:
-            raise RuntimeError("detach inside a step: close the step first")
-        if self._in_inference:
-            raise RuntimeError("detach inside mode.inference(): end it first")
+            where = "inside attached.inference(), where weights stay as they are"
+            raise RuntimeError(f"optimizer.step() {where}: end it first")
 
     def detach(self) -> None:
         """Gives the model back: its own forwards, tensors where they were found (host memory for meta tensors).
@@ -229,7 +214,6 @@ class WeightStreamer:
         Tensors with a home in a file stay views of it, copied on write. Raises, after that, the error of an update that
         nobody has got yet.
         """
-        self.check_between_steps()
         try:
             self._updates.close()
         finally:

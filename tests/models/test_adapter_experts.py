@@ -34,7 +34,7 @@ from offload.weights.units import joining
 from tests.models.helpers.adapted import disturb, fill_base, with_memory
 from tests.models.helpers.hf_models import GROUPED, MIXTRAL, tiny
 from tests.models.helpers.saving import save_adapter
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 QWEN = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 MODELS = {"qwen3_moe": QWEN, "mixtral": MIXTRAL}
@@ -183,15 +183,15 @@ def trained(name: str, mode: Mode, again: bool = False, format: str | None = Non
         return model(ids[:, :-1], ids[:, 1:])
 
     seen = []
-    with attached(mode, model):
+    with under(mode, model) as attached:
         fill(model)
         undo = recompute([block for _, block in find_blocks(model)] if again else [])
         found = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(found, lr=0.01, foreach=False)
         for step in range(3):
-            with mode.step():
+            with attached.step():
                 seen += [
-                    one.clone() for one in mode.accumulate([functools.partial(loss, 2 * step + n) for n in (0, 1)])
+                    one.clone() for one in attached.accumulate([functools.partial(loss, 2 * step + n) for n in (0, 1)])
                 ]
             optimizer.step()
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, Ten
 from tests.models.helpers.adapted import fill_base
 from tests.models.helpers.hf_models import tiny
 from tests.models.test_adapters import UNET
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 KINDS = {"lora": Lora, "dora": Dora, "rslora": RsLora}
 DEVICE = {"trained": "device"}
@@ -71,16 +71,16 @@ def trained(name: str, kind: str, mode: Mode, again: bool = False) -> list[Tenso
         return model(*batch(seed)).float().square().mean()
 
     seen = []
-    with attached(mode, model):
+    with under(mode, model) as attached:
         fill_base(model)
         initialise_adapters(model, 0)
         undo = recompute([block for _, block in find_blocks(model)] if again else [])
         found = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(found, lr=0.01, foreach=False)
         for step in range(STEPS):
-            with mode.step():
+            with attached.step():
                 numbers = [MICROBATCHES * step + index for index in range(MICROBATCHES)]
-                seen += [one.clone() for one in mode.accumulate([functools.partial(loss, n) for n in numbers])]
+                seen += [one.clone() for one in attached.accumulate([functools.partial(loss, n) for n in numbers])]
             optimizer.step()
             optimizer.zero_grad()
         undo()

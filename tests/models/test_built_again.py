@@ -10,7 +10,7 @@ from models.built_again import as_made, fill_buffers, with_buffers, without_weig
 from models.hf_initialise import initialise_hf
 from offload import LayerStream
 from tests.models.helpers.hf_models import MODELS, batch, tiny, without_values
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 
 class Own(nn.Module):
@@ -147,14 +147,14 @@ def test_a_mode_runs_a_model_from_the_meta_device():
     expected.fill_buffers()
     initialise_hf(expected, seed=1)
     mode = LayerStream()
-    with attached(mode, model):
+    with under(mode, model) as attached:
         with pytest.raises(RuntimeError, match="without values"):
             model(*batch("qwen3"))
         initialise_hf(model, seed=1)
         with pytest.raises(RuntimeError, match=r"without values: hf\.model\.rotary_emb"):
             model(*batch("qwen3"))
         model.fill_buffers()
-        with mode.step():
+        with attached.step():
             loss = model(*batch("qwen3"))
             loss.backward()
     assert torch.equal(loss, expected(*batch("qwen3")))

@@ -17,7 +17,7 @@ from models.quantise_formats import Int8
 from offload import BounceLinear
 from tests.models.helpers.small_diffusion import SMALL as CLASSES
 from tests.models.helpers.small_diffusion import TIMES, inputs_of
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 WIDE = {"attention_head_dim": 16}
 # Small models, with changes that make layers large enough for statistics.
@@ -99,7 +99,7 @@ def test_values_are_a_function_of_seed_and_name_in_every_mode_and_dtype():
         torch.equal(p, expected[n]) for n, p in initialised(name, 1).named_parameters() if p.unique().numel() > 1
     )
     model = built(name, "meta")
-    with attached(BounceLinear(slots=8), model):
+    with under(BounceLinear(slots=8), model):
         model.initialise(0)
         for key, parameter in model.named_parameters():
             assert torch.equal(parameter, expected[key]), key

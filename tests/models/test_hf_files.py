@@ -13,7 +13,7 @@ from models.hf_files import load_hf
 from offload import LayerStream
 from tests.models.helpers.hf_models import MODELS, logits, tiny, trained, without_values
 from tests.models.helpers.saving import save_hf
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 FILE = "model.safetensors"
 # Small enough that each layer has a file of its own.
@@ -58,7 +58,7 @@ class TestBothWays:
     def test_a_mode_loads_and_saves(self, tmp_path: Path):
         save_hf(trained("mixtral"), tmp_path / "a")
         model = tiny("mixtral", "meta")
-        with attached(LayerStream(), model):
+        with under(LayerStream(), model):
             model.fill_buffers()
             load_hf(model, tmp_path / "a")
             save_hf(model, tmp_path / "b")

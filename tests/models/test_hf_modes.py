@@ -12,7 +12,7 @@ from offload import BounceLinear, Counters, LayerStream, Mode, Resident, ShardOf
 from offload.planning import dry_run
 from tests.models.helpers.hf_models import batch, tiny
 from tests.offload.helpers.foreign import assert_alike, run_steps
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +35,13 @@ PLANNED = [*NAMES, "bart", "diffllama", "gpt2", "gemma2", "qwen3_next", "deepsee
 def trained(name: str, mode: Mode, microbatches: int | None) -> tuple[list[dict[str, object]], Counters]:
     """Returns what two steps left, and what the second copied."""
     model = tiny(name, "meta").train()
-    with attached(mode, model):
+    with under(mode, model) as attached:
         initialise_hf(model, seed=1)
         model.fill_buffers()
-        records = run_steps(model, [(batch(name, 0), {})], mode, microbatches)
-        before = mode.counters()
-        records += run_steps(model, [(batch(name, 1), {})], mode, microbatches)
-        return records, mode.counters() - before
+        records = run_steps(model, [(batch(name, 0), {})], attached, microbatches)
+        before = attached.counters()
+        records += run_steps(model, [(batch(name, 1), {})], attached, microbatches)
+        return records, attached.counters() - before
 
 
 @functools.cache

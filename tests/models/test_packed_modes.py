@@ -18,7 +18,7 @@ from tests.models.helpers.hf_models import tiny
 from tests.models.helpers.hugging_face import SIZES
 from tests.models.helpers.packed import SEGMENTS, counted, far_from_uniform, packed_batch
 from tests.offload.helpers.foreign import assert_alike, run_steps
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 # Read when cuBLAS starts: without it its kernels do not repeat.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -49,8 +49,8 @@ def calls() -> list[tuple[tuple, dict]]:
 
 def steps(name: str, mode: Mode) -> list[dict[str, object]]:
     model = made(name)
-    with attached(mode, model):
-        return run_steps(model, calls(), mode, microbatches=2)
+    with under(mode, model) as attached:
+        return run_steps(model, calls(), attached, microbatches=2)
 
 
 @pytest.mark.parametrize("mode", [mode if mode == "layer_stream" else pytest.param(mode, marks=SLOW) for mode in MODES])
@@ -103,8 +103,8 @@ class Counted(nn.Module):
 def test_the_kernel_of_gpus_has_the_bits_of_the_resident_model(name: str, mode: str):
     def trained(mode: Mode) -> list[dict[str, object]]:
         model = Counted(made(name).to("cuda", torch.bfloat16).train())
-        with attached(mode, model, "cuda"):
-            return run_steps(model, [(packed_batch(), {})] * 4, mode, microbatches=2, device="cuda")
+        with under(mode, model, "cuda") as attached:
+            return run_steps(model, [(packed_batch(), {})] * 4, attached, microbatches=2, device="cuda")
 
     torch.use_deterministic_algorithms(True)
     try:

@@ -17,7 +17,7 @@ from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, fin
 from offload.planning import DryRun, dry_run
 from tests.models.helpers.hf_models import batch, tiny
 from tests.offload.helpers.foreign import assert_alike, loss_of, run_steps
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 EACH = pytest.mark.parametrize("format", [Int8(), Float8(), Int4(group=16), Nf4()], ids=lambda format: format.name)
 # The layers of a block, and those that are no nn.Linear.
@@ -78,7 +78,7 @@ def test_they_are_chosen(name: str):
 )
 def test_gradients_are_those_of_the_matrices_that_they_stand_for(name: str, format: Format):
     model = quantised(name, format)
-    with attached(Resident(), model):
+    with under(Resident(), model):
         fill(model)
         found = gradients(model, batch(name))
         expected = gradients(with_plain_weights(model), batch(name))
@@ -152,10 +152,10 @@ MODES = {
 
 def trained(name: str, format: Format, mode: Mode) -> list[dict[str, object]]:
     model = quantised(name, format)
-    with attached(mode, model):
+    with under(mode, model) as attached:
         fill(model)
-        records = run_steps(model, [(batch(name, 0), {})], mode, 1)
-        return records + run_steps(model, [(batch(name, 1), {})], mode, 1)
+        records = run_steps(model, [(batch(name, 0), {})], attached, 1)
+        return records + run_steps(model, [(batch(name, 1), {})], attached, 1)
 
 
 @functools.cache

@@ -43,8 +43,8 @@ def test_a_dropped_mode_holds_no_streams_and_watches_nothing(
 
     def use() -> None:
         model, mode = made_model(), MODES[name]()
-        mode.attach(model, registry.acquire("cpu"))
-        with mode.step():
+        attached = mode.attach(model, registry.acquire("cpu"))
+        with attached.step():
             model(stack_inputs(0, 0)).sum().backward()
         assert "__init__" in vars(BackwardCFunction)
 

@@ -1,4 +1,4 @@
-"""20 steps, and 5 times attach and detach, in every mode: nothing is left behind."""
+"""10 steps, and 5 times attach and detach, in every mode: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
-from offload.modes.shard_offload import ShardOffload
+from offload.modes.shard_offload import AttachedShards, ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from tests.offload.helpers.census import assert_given_back, assert_leaves_nothing
 from tests.offload.helpers.late import ON_A_GPU
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs, under
 from tests.offload.helpers.page_locks import FakeRuntime
 from tests.offload.helpers.small import swap_small
 from tests.offload.helpers.updates import host_adamw, one_step
 
-STEPS = 20
+STEPS = 10
 CYCLES = 5
 # By then the pool has returned the blocks that the first steps left idle.
 WARM_UP = IDLE_STEPS + 2
@@ -61,15 +61,15 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     return locks
 
 
-def steps(model, mode, optimizer, count: int, device: str, early: bool | None) -> None:
+def steps(model, attached, optimizer, count: int, device: str, early: bool | None) -> None:
     """Runs steps with dropout, of two microbatches where the mode is layer-major."""
-    microbatches = 2 if mode.footprint(model).layer_major else 1
+    microbatches = 2 if isinstance(attached, AttachedShards) else 1
 
     def inputs(step: int, microbatch: int) -> torch.Tensor:
         return stack_inputs(step, microbatch, device)
 
     for step in range(count):
-        one_step(model, mode, step, microbatches=microbatches, inputs=inputs, norms=True)
+        one_step(model, attached, step, microbatches=microbatches, inputs=inputs, norms=True)
         optimizer.step(scale=1.0 if early else 0.5)
         optimizer.zero_grad()
 
@@ -78,22 +78,22 @@ def steps(model, mode, optimizer, count: int, device: str, early: bool | None) -
 @on_cases
 def test_steps_leave_nothing_behind(make: Callable, early: bool | None, device: str, locks: FakeRuntime):
     model, mode = Stack(width=64, depth=2, dropout=0.1), make()
-    with attached(mode, model, device):
+    with under(mode, model, device) as attached:
         optimizer = host_adamw(model)
         if early is not None:
-            mode.overlap(optimizer, early, 2**16)
+            attached.overlap(optimizer, early, 2**16)
         tries = getattr(mode, "budget", None) == "auto"
-        steps(model, mode, optimizer, WARM_UP_OF_TRIALS if tries else WARM_UP, device, early)
+        steps(model, attached, optimizer, WARM_UP_OF_TRIALS if tries else WARM_UP, device, early)
         optimizer.finish()
-        locked, host = dict(locks.ranges), mode.counters()
+        locked, host = dict(locks.ranges), attached.counters()
 
         def more_steps() -> None:
-            steps(model, mode, optimizer, STEPS, device, early)
+            steps(model, attached, optimizer, STEPS, device, early)
             optimizer.finish()
 
         assert_leaves_nothing(more_steps, objects=STEPS // 2, resident_bytes=TOLERANCE_BYTES)
         for counter in ("host_pinned_bytes", "host_pageable_bytes"):
-            assert getattr(mode.counters(), counter) == getattr(host, counter)
+            assert getattr(attached.counters(), counter) == getattr(host, counter)
         assert sum(locks.ranges.values()) == sum(locked.values()) == (host.host_pinned_bytes if device == "cpu" else 0)
     assert_given_back(model, device)
     assert locks.ranges == {}
@@ -109,12 +109,12 @@ def test_attaching_and_detaching_leave_nothing_behind(
 
     def cycle() -> None:
         mode = make()
-        with attached(mode, model, device):
+        with under(mode, model, device) as attached:
             undo = recompute(model.blocks) if not mode.recomputes else lambda: None
             optimizer = host_adamw(model)
             if early is not None:
-                mode.overlap(optimizer, early, 2**16)
-            steps(model, mode, optimizer, 1, device, early)
+                attached.overlap(optimizer, early, 2**16)
+            steps(model, attached, optimizer, 1, device, early)
             undo()
         assert_given_back(model, device)
         assert locks.ranges == {}

@@ -24,6 +24,7 @@ from offload.memory.host_memory import HostArena
 from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
@@ -41,7 +42,7 @@ from offload.streams.stream_checker import (
 )
 from offload.weights.gradients import ring
 from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
-from tests.offload.helpers.models import Stack, attached, stack_inputs, train
+from tests.offload.helpers.models import Stack, stack_inputs, train, under
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 ENGINE = Path(offload.__file__).parent
@@ -125,30 +126,30 @@ def _swapping() -> None:
             raise MemoryError
 
     model, mode = Stack(), TensorSwap(Resident())
-    with attached(mode, model), patch.object(HostArena, "require", require):
-        with mode.step():
+    with under(mode, model) as attached, patch.object(HostArena, "require", require):
+        with attached.step():
             loss = forward(5)
-        with mode.step():
+        with attached.step():
             partial_backward(loss)
             del loss
             loss = forward(5)
             del loss
             forward(300).backward()
-        with mode.step():
+        with attached.step():
             loss = forward(5)
         partial_backward(loss)
 
 
 def _without_backward() -> None:
     model, mode = Stack(), BounceLinear()
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for _ in range(3):
-            with mode.step(), torch.no_grad():
+            with attached.step(), torch.no_grad():
                 model.stem(stack_inputs(0, 0))
                 model.blocks[0](torch.ones(5, 16))
         with torch.no_grad():
             model(stack_inputs(0, 0))
-        with mode.inference():
+        with attached.inference():
             for _ in range(3):
                 model(stack_inputs(0, 0))
 
@@ -156,9 +157,9 @@ def _without_backward() -> None:
 def _buffers(slots: int) -> None:
     model, mode = _statistics(), LayerStream(layers="layers", slots=slots)
     train(model, mode, stack_inputs, steps=2)
-    with attached(mode, model), torch.no_grad():
+    with under(mode, model) as attached, torch.no_grad():
         model(stack_inputs(0, 0))
-        with mode.inference():
+        with attached.inference():
             model(stack_inputs(0, 0))
             model(stack_inputs(0, 0))
 
@@ -172,24 +173,23 @@ def _gathering(device_share: int = 0) -> None:
 
     def work(sharers: ThreadSharers) -> None:
         model, mode, streams = Stack(depth=3), LayerStream(slots=2), CheckedStreams(torch.device("cpu"))
-        mode.attach(model, streams, sharers)
+        attached = mode.attach(model, streams, AttachOptions(sharers=sharers))
         optimizer = HostAdamW(model.parameters(), threads=1)
-        mode.divide(optimizer)
-        mode.overlap(optimizer, early=True, device_share=device_share)
+        attached.overlap(optimizer, early=True, device_share=device_share)
         optimizer.allocate()
         batch = _Batch()
         for _ in range(3):
             streams.writes(streams.compute, batch, "the copy of the batch")
-            with mode.step(norms=True):
+            with attached.step(norms=True):
                 # The first weights come behind it in the copy engine.
                 streams.reads(streams.h2d, batch, "the first weights")
-                mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
+                attached.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
             optimizer.step()
             optimizer.zero_grad()
         optimizer.finish()
-        with mode.step(), torch.no_grad():
+        with attached.step(), torch.no_grad():
             model.blocks[0](torch.ones(5, 16))
-        mode.detach()
+        attached.detach()
 
     # A bucket for each gradient that stays on the device, so that some are summed before those of a unit.
     with patch.object(gradient_buckets, "__defaults__", (1, 1)):
@@ -241,18 +241,17 @@ def _updating(early: bool, at_once: bool, device_share: int = 0, releases: bool 
 
     def step(microbatches: int) -> None:
         losses = [lambda index=index: model(stack_inputs(0, index)).square().mean() for index in range(microbatches)]
-        with mode.step(norms=True):
-            mode.accumulate(losses)
+        with attached.step(norms=True):
+            attached.accumulate(losses)
         optimizer.step()
         optimizer.zero_grad()
 
     model, mode, streams = Stack(), LayerStream(slots=2), registry.acquire("cpu")
     optimizer = HostAdamW(model.parameters(), threads=1)
-    mode.release_gradients(releases)
     with _paced(at_once):
-        mode.attach(model, streams)
+        attached = mode.attach(model, streams, AttachOptions(release_gradients=releases))
         try:
-            mode.overlap(optimizer, early, device_share)
+            attached.overlap(optimizer, early, device_share)
             for microbatches in (1 if releases else 2, 1, 1):
                 step(microbatches)
             with torch.no_grad():
@@ -260,11 +259,11 @@ def _updating(early: bool, at_once: bool, device_share: int = 0, releases: bool 
             step(1)
             optimizer.finish()
             step(1)
-            mode.detach()
+            attached.detach()
         finally:
             # A failure must not leave a thread behind.
             with suppress(Exception):
-                mode.detach()
+                attached.detach()
             registry.release(streams)
 
 
@@ -272,8 +271,8 @@ def _speculating(at_once: bool) -> None:
     """Updates that are kept, undone and made again, or taken back: for a reader, by an error, at the end."""
 
     def step(scale: float | None = 1.0, looks: Callable[[], object] = lambda: None, fails: bool = False) -> None:
-        with suppress(InterruptedError), mode.step():
-            mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
+        with suppress(InterruptedError), attached.step():
+            attached.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
             if fails:
                 raise InterruptedError
         looks()
@@ -290,9 +289,9 @@ def _speculating(at_once: bool) -> None:
     model, mode, streams = Stack(), LayerStream(slots=2), registry.acquire("cpu")
     optimizer = HostAdamW(model.parameters(), threads=1, speculate="on")
     with _paced(at_once):
-        mode.attach(model, streams)
+        attached = mode.attach(model, streams)
         try:
-            mode.overlap(optimizer, early=False, speculation=Speculation(1e9, 1 << 20))
+            attached.overlap(optimizer, early=False, speculation=Speculation(1e9, 1 << 20))
             for _ in range(4):
                 step()
             for scale in (0.5, None, 0.5):
@@ -301,15 +300,15 @@ def _speculating(at_once: bool) -> None:
             step(0.5, looks=lambda: (optimizer.finish(), evaluate()))
             step(fails=True)
             step()
-            with mode.step():
-                mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
+            with attached.step():
+                attached.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
             step()
-            with mode.step():
-                mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
-            mode.detach()
+            with attached.step():
+                attached.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
+            attached.detach()
         finally:
             with suppress(Exception):
-                mode.detach()
+                attached.detach()
             registry.release(streams)
 
 
@@ -338,11 +337,11 @@ def _reading_files() -> None:
     """Frozen weights that stay in files, and a unit that nobody expected."""
     model, mode = with_low_rank(Stack(depth=3)), LayerStream(source="mapped", trained="device")
     with tempfile.TemporaryDirectory() as folder:
-        mode.map_weights(write_frozen(model, Path(folder)))
-        with attached(mode, model):
+        options = AttachOptions(spans=write_frozen(model, Path(folder)))
+        with under(mode, model, options=options) as attached:
             for step in range(2):
-                with mode.step():
-                    mode.accumulate(losses_of(model, step))
+                with attached.step():
+                    attached.accumulate(losses_of(model, step))
             with torch.no_grad():
                 model.blocks[1](torch.ones(5, 16))
 

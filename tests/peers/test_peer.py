@@ -12,8 +12,8 @@ from torch import nn
 
 from offload import OwnOptimizer, acquire, release
 from peers import peer
-from peers.fsdp2 import FSDP2
-from peers.peer import Peer, PeerError, clip, norm_of
+from peers.fsdp2 import FSDP2, AttachedFSDP2
+from peers.peer import AttachedPeer, Peer, PeerError, clip, norm_of
 from tests.peers.helpers.runs import EVERY_STEP, notes, refusal
 from tests.training.helpers.in_process import components_of, composed, run_here
 from training.config.construct import make_mode
@@ -38,23 +38,22 @@ def attached():
         model = Tied()
     found = dict(model.named_parameters(remove_duplicate=False))
     mode, streams = Peer(), acquire("cpu")
-    mode.option = "peer"
-    mode.attach(model, streams)
-    yield mode, model, found
+    mode.option, mode.attached = "peer", AttachedPeer
+    yield mode.attach(model, streams), model, found
     release(streams)
 
 
 def test_tied_weights_stay_tied_and_the_model_is_given_back(attached):
-    mode, model, found = attached
+    peer, model, found = attached
     assert model.first.weight is model.second.weight
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
-    mode.detach()
+    peer.detach()
     assert dict(model.named_parameters(remove_duplicate=False)) == found
     assert model.shift.is_meta
 
 
 def test_the_arguments_of_a_loss_are_captured_without_hooks(attached):
-    mode, model, _ = attached
+    peer, model, _ = attached
     called = []
     model.register_forward_pre_hook(lambda *_: called.append("hook"))
     x = torch.ones(2, 3)
@@ -65,7 +64,7 @@ def test_the_arguments_of_a_loss_are_captured_without_hooks(attached):
         assert value.requires_grad
         return value
 
-    (argument,), weight = mode.captured(loss)
+    (argument,), weight = peer.captured(loss)
     assert (argument is x, weight, called) == (True, 0.25, [])
     nn.init.ones_(model.first.weight)
     assert model(x).item() == 54
@@ -159,6 +158,6 @@ def test_what_a_system_refuses_in_a_step_is_an_error_of_the_user(tmp_path: Path,
     def refuse(self, loss, last):
         raise PeerError("offload.num_microbatch", 2, "does not divide 3 examples")
 
-    monkeypatch.setattr(FSDP2, "microbatch", refuse)
+    monkeypatch.setattr(AttachedFSDP2, "microbatch", refuse)
     with pytest.raises(UserError, match=r"^offload\.num_microbatch=2: does not divide 3 examples$"):
         run_here(tmp_path, *EVERY_STEP, "offload=fsdp2")

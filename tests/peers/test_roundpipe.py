@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload.streams.stream_checker import CheckedStreams
 from peers import peer
 from peers.peer import PeerError
 from peers.roundpipe import RoundPipe
@@ -31,9 +32,9 @@ class Mean(nn.Module):
 
 def microbatch_of(monkeypatch, parts: int, values: list[float]) -> torch.Tensor:
     monkeypatch.setattr(peer, "find_spec", lambda name: name)
-    mode = RoundPipe(num_microbatch=parts)
-    mode._model = mode._chain = Mean(parts)
-    return mode.microbatch(lambda: mode._model(torch.tensor(values)) * 0.5, last=True)
+    attached = RoundPipe(num_microbatch=parts).attach(Mean(parts), CheckedStreams(torch.device("cpu")))
+    attached._chain = attached.model
+    return attached.microbatch(lambda: attached.model(torch.tensor(values)) * 0.5, last=True)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from offload import Attached
 from training.batches import Batch, uploaded
 from training.config.adapter import has_adapter
 from training.errors import UserError
@@ -34,7 +35,9 @@ PARTS = 8
 DATA, BEGINNING = "data_sha256", "beginning_sha256"
 
 
-def fill_reference(components: Components, dataset: object, ranks: Ranks, stopped: Callable[[], bool]) -> bool:
+def fill_reference(
+    components: Components, attached: Attached, dataset: object, ranks: Ranks, stopped: Callable[[], bool]
+) -> bool:
     """Gives the task its table of the reference, and writes it; returns False once `stopped` returns True.
 
     Does nothing for a task without one. Raises UserError for log-probabilities that are not finite.
@@ -44,7 +47,7 @@ def fill_reference(components: Components, dataset: object, ranks: Ranks, stoppe
         return True
     if task.table is None:
         with phase("computing the reference"):
-            task.table = _computed(components, dataset, ranks, stopped)
+            task.table = _computed(components, attached, dataset, ranks, stopped)
         if task.table is None:
             return False
     origin = {DATA: dataset.data_sha256, BEGINNING: beginning_of(config)}
@@ -93,7 +96,7 @@ def log_probs_of_parts(
 ) -> list[Tensor] | None:
     """Returns the log-probabilities of the answers of each part, float32 [pairs, 2] on the CPU.
 
-    Call it inside `mode.inference()`. The host waits for each part. Returns None once `stopped` returns True.
+    Call it inside `Attached.inference`. The host waits for each part. Returns None once `stopped` returns True.
     """
     found = []
     with evaluating(model), torch.no_grad():
@@ -104,13 +107,15 @@ def log_probs_of_parts(
     return found
 
 
-def _computed(components: Components, dataset: object, ranks: Ranks, stopped: Callable[[], bool]) -> Tensor | None:
-    config, model = components.config, components.model
+def _computed(
+    components: Components, attached: Attached, dataset: object, ranks: Ranks, stopped: Callable[[], bool]
+) -> Tensor | None:
+    config, model = components.config, attached.model
     # As in an evaluation: the largest microbatch of a step.
     rows = -(-config.batch_size // (config.microbatches * ranks.count))
     table = torch.full((dataset.num_samples, 2), torch.nan)
     batches = iter(dataset.every_sample(rows))
-    with components.mode.inference():
+    with attached.inference():
         while parts := list(islice(batches, PARTS * ranks.count)):
             log_probs_of = partial(log_probs_of_parts, model, device=components.device, stopped=stopped)
             found = ranks.evaluate(parts, log_probs_of, "reference")

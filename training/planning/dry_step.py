@@ -99,6 +99,7 @@ def _dry_run(
         timed=timed,
         on_gpu=has_gpu,
         sharers=sharers,
+        options=components.options,
     )
 
 
@@ -203,7 +204,8 @@ def _dry_forwards(
     """Runs forwards in a row without values: peak bytes and ms, None where the model needs values to run."""
     try:
         with evaluating(components.model):
-            run = dry_run_forwards(components.mode, components.model, forwards, timed=timed, on_gpu=has_gpu)
+            knobs = {"timed": timed, "on_gpu": has_gpu, "options": components.options}
+            run = dry_run_forwards(components.mode, components.model, forwards, **knobs)
             return run.peak_bytes, run.ms
     except Exception as error:  # a model may fail in any way on tensors without values, and yet run on real ones
         logger.debug("no dry run of forwards", exc_info=error)

@@ -247,7 +247,7 @@ def with_resident(components: Components, key: str, units: int) -> Components:
     config = components.config.copy()
     OmegaConf.update(config, key, units)
     mode = make_mode(config.offload)
-    footprint = footprint_of(config, mode, components.model, components.gradients)
+    footprint = footprint_of(config, mode, components.model, components.options)
     return replace(components, mode=mode, footprint=footprint).with_config(config)
 
 

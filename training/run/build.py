@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload import GIB, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes
+from offload import GIB, Attached, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
 from training.metrics.progress import phase, print_plan
@@ -22,9 +22,9 @@ from training.planning.fit import memory_explained
 from training.planning.memory import planned_speculation
 from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_gib
 from training.run.prepare import PreparedRun, prepare
-from training.run.reference_model import attached_reference
+from training.run.reference_model import AttachedModels, attached_models
 from training.runs.invocation import Invocation
-from training.settle.components import STATES_OF_SPARE, Components, acquired, attached, trained_parameters
+from training.settle.components import STATES_OF_SPARE, Components, acquired, trained_parameters
 from training.weights.filling import fill_buffers, fill_parameters
 
 
@@ -33,6 +33,7 @@ class RankJob:
     """The objects that every rank of a run has, to compute its steps."""
 
     components: Components
+    attached: AttachedModels
     streams: Streams
     optimizer: HostAdamW | OwnOptimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
@@ -83,24 +84,32 @@ def build(
             tracker.failing_with(),
             explained,
             keys_under("offload"),
-            attached(components, streams, sharers) as model,
-            attached_reference(components, streams, sharers) as reference,
+            attached_models(components, streams, sharers) as attached,
         ):
+            model = components.model
             fill_model(run, model)
             if run.reference is not None:
                 run.reference.fill(components)
             with phase("allocating the optimizer's states, choosing its kernel"):
-                optimizer = build_optimizer(components, speculation, ranks.cores)
+                optimizer = build_optimizer(components, attached.trained, speculation, ranks.cores)
             warn_of_warmup(config)
             schedule = build_schedule(config, optimizer)
             if checkpoint is not None:
                 with phase("restoring the checkpoint"):
                     checkpoint.restore(model, optimizer, schedule, components.device)
                 checkpoint.set_aside_later(run_dir)
-            ranks.equalise(model, optimizer, run.start.step, components.shared_parameters(), reference)
+            ranks.equalise(model, optimizer, run.start.step, attached.shared_parameters, attached.reference_model)
             checkpoints = Checkpoints(config, run_dir, model, optimizer, streams, run.base)
-            objects = {"streams": streams, "optimizer": optimizer, "schedule": schedule, "ranks": ranks}
-            yield Job(**vars(run), **objects, tracker=tracker, checkpoints=checkpoints)
+            yield Job(
+                **vars(run),
+                attached=attached,
+                streams=streams,
+                optimizer=optimizer,
+                schedule=schedule,
+                ranks=ranks,
+                tracker=tracker,
+                checkpoints=checkpoints,
+            )
 
 
 def fill_model(run: PreparedRun, model: nn.Module) -> None:
@@ -114,7 +123,10 @@ def fill_model(run: PreparedRun, model: nn.Module) -> None:
 
 
 def build_optimizer(
-    components: Components, speculation: Speculation | None = None, cores: int | None = None
+    components: Components,
+    attached: Attached,
+    speculation: Speculation | None = None,
+    cores: int | None = None,
 ) -> HostAdamW | OwnOptimizer:
     """Makes the optimizer and its states; its updates run beside the step if it can do that.
 
@@ -122,22 +134,21 @@ def build_optimizer(
     all, some of which updates leave to others unless `optimizer.threads` is given. A mode that owns the update makes
     its own optimizer, with the same hyper-parameters. Raises MemoryError if the host has too little memory for states.
     """
-    config, mode = components.config, components.mode
+    config = components.config
     given = config.optimizer
     shares = cores is not None and "threads" in given and given.threads is None
     chosen = {"threads": max(cores - 1, 1)} if shares else {}
     optimizer = instantiate(given, params=trained_parameters(components.model), **chosen)
     if shares:
         optimizer.cores = cores
-    if mode.owns_update:
+    if components.mode.owns_update:
         groups = optimizer.param_groups
         # It holds the parameters, whose memory the mode may replace.
         del optimizer
-        return mode.own_optimizer(groups, config.clip_norm, config.microbatches)
-    mode.divide(optimizer)
+        return attached.own_optimizer(groups, config.clip_norm, config.microbatches)
     if optimizer.overlaps:
         share = 0 if optimizer.device_share == "auto" else optimizer.device_share
-        mode.overlap(optimizer, components.updates_begin_early, share, speculation)
+        attached.overlap(optimizer, components.updates_begin_early, share, speculation)
     optimizer.allocate()
     return optimizer
 
@@ -152,7 +163,7 @@ def place_states_in_spare_vram(job: RankJob) -> None:
     if job.optimizer.device_share != "auto" or asked is None or device.type != "cuda":
         return
     spare = min(parse_bytes("vram_budget", asked), vram_bytes(device)) - vram_peak_gib(device) * GIB
-    components.mode.place_states(max(int(spare * STATES_OF_SPARE), 0))
+    job.attached.trained.place_states(max(int(spare * STATES_OF_SPARE), 0))
 
 
 def build_tracker(config: DictConfig, invocation: Invocation, hardware: dict, resume_id: str | None = None) -> Tracker:

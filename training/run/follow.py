@@ -32,11 +32,11 @@ from training.parallel.world import World, is_torchrun
 from training.run.build import RankJob, build_optimizer, build_schedule, place_states_in_spare_vram
 from training.run.loop import run_share
 from training.run.meters import memory_of_rank
-from training.run.reference_model import attached_reference
+from training.run.reference_model import attached_models
 from training.runs.failures import FAILED, explain
 from training.runs.invocation import Invocation
 from training.runs.signals import PARENT_VARIABLE, SIGNALS, end_with_parent
-from training.settle.components import Components, acquired, attached
+from training.settle.components import Components, acquired
 from training.visible_text import visible_lines
 from training.weights.filling import fill_buffers
 
@@ -126,19 +126,19 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 job.optimizer.finish()
                 components = job.components
                 task, seed = components.task, components.config.seed
-                with components.inference():
+                with job.attached.inference():
                     scores = scores_of_parts(task, components.model, parts, seed, ranks.device, lambda: False)
                 ranks.messages.report(scores)
             case ("reference", parts):
                 components = job.components
-                with components.mode.inference():
+                with job.attached.trained.inference():
                     found = log_probs_of_parts(components.model, parts, ranks.device, lambda: False)
                 ranks.messages.report(found)
             case ("finish",):
                 job.optimizer.finish()
                 ranks.messages.report()
             case ("measure",):
-                ranks.messages.report(memory_of_rank(ranks.device, job.components.counters(), ranks.home_sharers))
+                ranks.messages.report(memory_of_rank(ranks.device, job.attached.counters(), ranks.home_sharers))
             case ("fingerprints",):
                 ranks.messages.report(ranks.fingerprints())
             case ("end",):
@@ -158,21 +158,26 @@ def built(
     with (
         acquired(ranks.device) as streams,
         keys_under("offload"),
-        attached(components, streams, sharers) as model,
-        attached_reference(components, streams, sharers) as reference,
+        attached_models(components, streams, sharers) as attached,
     ):
-        fill_buffers(model)
-        optimizer = build_optimizer(components, speculation, ranks.cores)
+        fill_buffers(components.model)
+        optimizer = build_optimizer(components, attached.trained, speculation, ranks.cores)
         schedule = build_schedule(config, optimizer)
         ranks.messages.report()
         word, step = ranks.messages.order()
         if word != "start":
             raise FirstLostError(f"expected start, got {word}")
-        ranks.equalise(model, optimizer, step, components.shared_parameters(), reference)
+        ranks.equalise(components.model, optimizer, step, attached.shared_parameters, attached.reference_model)
         if step:
             set_step(schedule, step)
-        objects = {"streams": streams, "optimizer": optimizer, "schedule": schedule, "ranks": ranks}
-        yield RankJob(components=components, **objects)
+        yield RankJob(
+            components=components,
+            attached=attached,
+            streams=streams,
+            optimizer=optimizer,
+            schedule=schedule,
+            ranks=ranks,
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload import Mode, l2_norm
+from offload import Attached, l2_norm
 from training.batches import Batch, examples_in, uploaded
 from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
@@ -103,7 +103,7 @@ class Loop:
         """Makes what is due before the first step and not recorded yet; returns False if a signal ended it."""
         job, start = self._job, self._job.start.step
         with self._recorder.outside_steps():
-            if not fill_reference(job.components, job.dataset, job.ranks, self._is_stopped):
+            if not fill_reference(job.components, job.attached.trained, job.dataset, job.ranks, self._is_stopped):
                 return False
         if not self._lacks_observation(start):
             return True
@@ -133,7 +133,7 @@ class Loop:
             return
         with self._recorder.outside_steps():
             job.ranks.finish_updates(job.optimizer)
-            with job.components.mode.inference():
+            with job.attached.trained.inference():
                 sample = job.samples.sample(job.components.model, job.streams.device, self._is_stopped)
         if sample is not None:
             self._recorder.record_sample(step, sample)
@@ -146,7 +146,7 @@ class Loop:
         with self._recorder.outside_steps():
             # The mode waits for the updates of units that stream, and for no others.
             job.ranks.finish_updates(job.optimizer)
-            with job.components.inference():
+            with job.attached.inference():
                 return job.evaluation.metrics(job.components.model, job.streams, self._is_stopped, job.ranks)
 
     def _save_or_stop(self, step: int, batch: Batch) -> bool:
@@ -228,27 +228,26 @@ def names_of(dataset: object, step: int, batch_size: int, examples: int) -> str:
 def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     """Does `run_step` for this rank's share of the batch. All ranks get the same result, and the same parameters."""
     components, ranks = job.components, job.ranks
-    config, model, mode, task = components.config, components.model, components.mode, components.task
+    config, model, task, attached = components.config, components.model, components.task, job.attached.trained
     # Before the step: inside it, the batch would queue behind the first weights on the bus.
     share = replace(share, parts=tuple(uploaded(part, components.device) for part in share.parts))
     if task.looks_ahead:
-        ahead = components if components.reference is None else components.reference
-        share = replace(share, parts=looked_ahead(task, ahead.mode, ahead.model, share.parts))
+        share = replace(share, parts=looked_ahead(task, job.attached.reference or attached, share.parts))
     # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
     # the step.
-    with mode.step(norms=ranks.count == 1 or ranks.shares_homes):
-        losses = forward_backward(task, mode, model, share, config.seed, step)
+    with attached.step(norms=ranks.count == 1 or ranks.shares_homes):
+        losses = forward_backward(task, attached, share, config.seed, step)
     # After the step, which ranks that share weights end together: one that has taken another way is found there.
     loss, *figures = ranks.total(losses).reshape(-1)
     # What is drawn between steps depends neither on the last microbatch nor on the number of ranks.
     seed_torch(seed_of(config.seed, step))
-    if mode.owns_update:
+    if components.mode.owns_update:
         lr = job.schedule.get_last_lr()[0]
         # In steps that are timed the norm may cost a pass over host memory.
         norm = job.optimizer.step(measure=step <= config.warmup_steps)
         job.schedule.step()
         return StepResult(loss, norm, lr, skipped=False, figures=figures)
-    known = ranks.reduce(model, mode.gradient_norms(), mode.summed_parameters())
+    known = ranks.reduce(model, attached.gradient_norms(), attached.summed_parameters())
     if has_adapter(config) and isinstance(job, Job) and step == job.start.step + 1:
         warn_of_unused(model)
     norm = ranks.agreed(gradient_norm(model, known))
@@ -263,14 +262,14 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     return StepResult(loss, norm, lr, not finite, figures)
 
 
-def looked_ahead(task: Task, mode: Mode, model: nn.Module, parts: Sequence[Batch]) -> tuple[Batch, ...]:
+def looked_ahead(task: Task, attached: Attached, parts: Sequence[Batch]) -> tuple[Batch, ...]:
     """Returns the microbatches with what the task wants of the model before the step.
 
-    `mode` has `model`: the one that trains, or its reference. The host waits for no update but those of its units that
+    `attached` is the model that trains, or its reference. The host waits for no update but those of its units that
     stream. Under a mode that streams it waits for the last copy in, as at the end of a step.
     """
-    with mode.inference(), evaluating(model):
-        return tuple(task.ahead(model, part) for part in parts)
+    with attached.inference(), evaluating(attached.model):
+        return tuple(task.ahead(attached.model, part) for part in parts)
 
 
 def skip_or_raise(job: RankJob, step: int, norm: float) -> None:
@@ -283,11 +282,11 @@ def skip_or_raise(job: RankJob, step: int, norm: float) -> None:
     job.optimizer.skip()
 
 
-def forward_backward(task: Task, mode: Mode, model: nn.Module, share: Share, seed: int, step: int) -> Tensor:
+def forward_backward(task: Task, attached: Attached, share: Share, seed: int, step: int) -> Tensor:
     """Computes the gradients of the step's mean loss as far as they come from `share`, on the model's device.
 
     Each microbatch is weighted by its part of the step's weight, so that the sum does not depend on the split, even if
-    their weights differ; `mode` chooses their order. Each one seeds the random numbers of its dropout by its position
+    their weights differ; the mode chooses their order. Each one seeds the random numbers of its dropout by its position
     in the step, so that they depend neither on that order nor on the number of ranks.
     Returns the microbatches' parts of the step's loss, float32 [microbatches]; where the task has figures too,
     [microbatches, 1 + figures], the loss first.
@@ -297,12 +296,12 @@ def forward_backward(task: Task, mode: Mode, model: nn.Module, share: Share, see
     def loss_of(index: int, part: Batch) -> Tensor:
         seed_torch(seed_of(seed, step, share.first + index))
         weight = share.weights[index] / share.total
-        loss, figures = loss_and_figures_to_train(task, model, part)
+        loss, figures = loss_and_figures_to_train(task, attached.model, part)
         if figures:
             shown[index] = torch.stack([*figures]).float() * weight
         return loss * weight
 
-    losses = mode.accumulate([partial(loss_of, index, part) for index, part in enumerate(share.parts)])
+    losses = attached.accumulate([partial(loss_of, index, part) for index, part in enumerate(share.parts)])
     losses = torch.stack([loss.float() for loss in losses])
     if not shown:
         return losses

@@ -39,13 +39,13 @@ class StepMeter:
         # In the steps that are timed, since the last record.
         self._timed_units = 0
         # The mode's counters at the last record, and those before a step that is traced.
-        self._counters = components.counters()
+        self._counters = job.attached.counters()
         self._before_trace: Counters | None = None
 
     def start(self, step: int, units: int) -> None:
         """Starts `step`, which trains on `units`, and the profiler if it is to be traced."""
         self._units_of_step = units
-        self._before_trace = self._job.components.counters() if self._tracer.start(step) else None
+        self._before_trace = self._job.attached.counters() if self._tracer.start(step) else None
         self._timer.start()
 
     def stop(self) -> None:
@@ -56,7 +56,7 @@ class StepMeter:
             self._timed_units += self._units_of_step
             return
         trace = self._tracer.stop()
-        self._counters += self._job.components.counters() - self._before_trace
+        self._counters += self._job.attached.counters() - self._before_trace
         if trace is not None:
             pictures = {"trace/timeline": trace.picture} if trace.picture else {}
             self._job.tracker.log_files(pictures, [trace.trace], trace.step)
@@ -64,17 +64,17 @@ class StepMeter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leaves what the mode counts inside the block out of the metrics of steps, but for updates of the last one."""
-        before = self._job.components.counters()
+        before = self._job.attached.counters()
         try:
             yield
         finally:
-            moved = self._job.components.counters() - before
+            moved = self._job.attached.counters() - before
             self._counters += replace(moved, **dict.fromkeys(UPDATE_COUNTERS, 0))
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the steps since the last call. Waits for the device."""
         times_ms = self._timer.collect()
-        counters = self._job.components.counters()
+        counters = self._job.attached.counters()
         moved, units = counters - self._counters, self._timed_units
         self._counters, self._timed_units = counters, 0
         if not times_ms:
@@ -115,7 +115,7 @@ class MemoryMeter:
     def metrics(self) -> dict[str, float]:
         """Returns the peaks on the GPU since the last call, none without a GPU, and the host's memory now."""
         components, ranks = self._job.components, self._job.ranks
-        of_ranks = ranks.measured(memory_of_rank(components.device, components.counters(), ranks.home_sharers))
+        of_ranks = ranks.measured(memory_of_rank(components.device, self._job.attached.counters(), ranks.home_sharers))
         for peaks, values in zip(self.peaks, of_ranks, strict=True):
             peaks.update({name: max(value, peaks.get(name, value)) for name, value in values.items()})
         memory = {

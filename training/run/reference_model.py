@@ -8,12 +8,12 @@ the form of base.json, names them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import nn
 
-from offload import Streams
+from offload import Attached, Counters, Streams
 from offload.sharing import NO_SHARERS, Sharers
 from training.checkpoints.base import BaseReference
 from training.checkpoints.resuming import Checkpoint
@@ -25,23 +25,54 @@ from training.weights.files import ModelWeights
 from training.weights.filling import fill_buffers, fill_parameters
 
 
+@dataclass(frozen=True)
+class AttachedModels:
+    """The model that trains under its mode, and its reference under one of its own."""
+
+    trained: Attached
+    reference: Attached | None = None
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Surrounds forwards of both models without gradients."""
+        with self.trained.inference(), nullcontext() if self.reference is None else self.reference.inference():
+            yield
+
+    def counters(self) -> Counters:
+        """Returns those of both, added up."""
+        own = self.trained.counters()
+        return own if self.reference is None else own + self.reference.counters()
+
+    @property
+    def reference_model(self) -> nn.Module | None:
+        return None if self.reference is None else self.reference.model
+
+    @property
+    def shared_parameters(self) -> frozenset[nn.Parameter]:
+        """The parameters of both models whose homes ranks share."""
+        own = self.trained.shared_parameters
+        return own if self.reference is None else own | self.reference.shared_parameters
+
+
 @contextmanager
-def attached_reference(
+def attached_models(
     components: Components, streams: Streams, sharers: Sharers = NO_SHARERS
-) -> Iterator[nn.Module | None]:
-    """Attaches the reference of `components` to its mode, with buffers filled, and gives it to the task; None if there
-    is none. Raises MemoryError if the host has too little memory.
+) -> Iterator[AttachedModels]:
+    """Attaches the mode to the model, and that of the reference, where there is one, which the task gets.
+
+    The buffers of the reference are filled. Raises MemoryError if the host has too little memory.
     """
-    if components.reference is None:
-        yield None
-        return
-    with attached(components.reference, streams, sharers) as model:
-        fill_buffers(model)
-        components.task.reference_model = model
-        try:
-            yield model
-        finally:
-            components.task.reference_model = None
+    with attached(components, streams, sharers) as trained:
+        if components.reference is None:
+            yield AttachedModels(trained)
+            return
+        with attached(components.reference, streams, sharers) as reference:
+            fill_buffers(reference.model)
+            components.task.reference_model = reference.model
+            try:
+                yield AttachedModels(trained, reference)
+            finally:
+                components.task.reference_model = None
 
 
 @dataclass(frozen=True)

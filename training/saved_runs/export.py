@@ -169,7 +169,8 @@ def merged_model(components: Components, checkpoint: Path) -> tuple[nn.Module, R
 
     Raises UserError for a base that is quantised or another one.
     """
-    with acquired(components.device) as streams, attached(components, streams) as model:
+    with acquired(components.device) as streams, attached(components, streams) as attachment:
+        model = attachment.model
         fill_buffers(model)
         load_model(model, checkpoint, components.config, torch.device("cpu"))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,19 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from models.quiet_imports import import_quantisers
-from offload import Counters, Footprint, HostAdamW, Mode, Streams, acquire, find_blocks, recompute, release
-from offload.planning import StateFormat, can_be_undone
+from offload import (
+    Attached,
+    AttachOptions,
+    Footprint,
+    HostAdamW,
+    Mode,
+    Streams,
+    acquire,
+    find_blocks,
+    recompute,
+    release,
+)
+from offload.planning import PlannedSharers, StateFormat, can_be_undone
 from offload.sharing import NO_SHARERS, Sharers
 from training.config.adapter import NoAdapter, has_adapter
 from training.config.construct import keys_under, make_mode
@@ -32,7 +43,7 @@ from training.settle.settled import KEPT, GradientChoice, Settled, settle
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
 from training.weights.architecture import refuse_other_architecture
-from training.weights.mapped import map_weights
+from training.weights.mapped import mapped_spans
 from training.weights.quantising import quantise_blocks
 from training.weights.source import local_source
 
@@ -51,10 +62,11 @@ class Components:
     Attributes:
         settled: the configuration, with the reasons for what was chosen.
         model: on the meta device (shapes and names, no memory) until the mode attaches.
+        options: what the mode must know to attach; its sharers are planned ones.
         footprint: the bytes that the mode will hold and move.
         recomputed_blocks: the blocks whose activations backward computes again; empty if the mode itself does that.
         optimizer_class: the class of the optimizer, which is made after the mode has attached.
-        gradients: whether gradients of what streams are kept in host memory; the mode has been told.
+        gradients: whether gradients of what streams are kept in host memory.
         reference: the second model of a task that has one, under a mode of its own: frozen, in eval(), without adapter.
     """
 
@@ -62,6 +74,7 @@ class Components:
     dtype: torch.dtype
     model: nn.Module
     mode: Mode
+    options: AttachOptions
     footprint: Footprint
     recomputed_blocks: tuple[nn.Module, ...]
     optimizer_class: type[HostAdamW]
@@ -91,20 +104,21 @@ class Components:
         refuse_other_architecture(config, model)
         settled.task.check_model(config, model)
         mode = make_mode(config.offload)
-        footprint = footprint_of(config, mode, model)
-        gradients = GradientChoice.of(config, mode, model, footprint)
+        options = options_of(config, mode, model)
+        footprint = footprint_of(config, mode, model, options)
+        gradients = GradientChoice.of(config, mode, footprint)
         with keys_under("offload"):
             mode.check_device(device)
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
-        found = cls(settled, dtype, model, mode, footprint, blocks, optimizer_class).with_gradients(gradients)
+        found = cls(settled, dtype, model, mode, options, footprint, blocks, optimizer_class).with_gradients(gradients)
         return replace(found, reference=_reference(found)) if found.task.needs_copy else found
 
     def with_gradients(self, choice: GradientChoice) -> Components:
-        """Returns the components of a run with this choice; their mode has been told."""
-        if choice.released == self.gradients.released:
-            return replace(self, gradients=choice)
-        return replace(self, gradients=choice, footprint=footprint_of(self.config, self.mode, self.model, choice))
+        """Returns the components of a run with this choice."""
+        options = replace(self.options, release_gradients=choice.released)
+        footprint = footprint_of(self.config, self.mode, self.model, options)
+        return replace(self, gradients=choice, options=options, footprint=footprint)
 
     def with_config(self, config: DictConfig, notes: tuple[str, ...] = ()) -> Components:
         """Returns the components with another configuration that describes the same objects, and further `notes`."""
@@ -125,22 +139,6 @@ class Components:
     @property
     def task(self) -> Task:
         return self.settled.task
-
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        """Surrounds forwards without gradients, of the model and of its reference."""
-        with self.mode.inference(), nullcontext() if self.reference is None else self.reference.mode.inference():
-            yield
-
-    def counters(self) -> Counters:
-        """Returns those of the modes of both models, added up."""
-        own = self.mode.counters()
-        return own if self.reference is None else own + self.reference.mode.counters()
-
-    def shared_parameters(self) -> frozenset[nn.Parameter]:
-        """Returns the parameters of both models whose homes ranks share."""
-        own = self.mode.shared_parameters()
-        return own if self.reference is None else own | self.reference.mode.shared_parameters()
 
     @property
     def reference_device_bytes(self) -> int:
@@ -206,17 +204,16 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def footprint_of(config: DictConfig, mode: Mode, model: nn.Module, gradients: GradientChoice = KEPT) -> Footprint:
-    """Returns the bytes that `mode` will hold and move. Raises UserError for a knob that does not fit the model.
+def options_of(config: DictConfig, mode: Mode, model: nn.Module) -> AttachOptions:
+    """Returns what the mode must know of the run, whose gradients are kept. Raises UserError as `mapped_spans` does."""
+    sharers = PlannedSharers(ranks_of_host(config)) if shares_homes(config, mode) else NO_SHARERS
+    return AttachOptions(sharers=sharers, spans=mapped_spans(config, model))
 
-    The mode knows afterwards where weights are in files, if it reads them from there, and about `gradients`.
-    """
-    map_weights(config, mode, model)
-    mode.release_gradients(gradients.released)
-    if shares_homes(config, mode):
-        mode.expect_sharers(ranks_of_host(config))
+
+def footprint_of(config: DictConfig, mode: Mode, model: nn.Module, options: AttachOptions) -> Footprint:
+    """Returns the bytes that `mode` will hold and move. Raises UserError for a knob that does not fit the model."""
     with keys_under("offload"):
-        return mode.footprint(model, recompute=recomputes(config))
+        return mode.footprint(model, recomputes(config), options)
 
 
 def recomputes(config: DictConfig) -> bool:
@@ -235,23 +232,23 @@ def acquired(device: torch.device) -> Iterator[Streams]:
 
 
 @contextmanager
-def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHARERS) -> Iterator[nn.Module]:
-    """Attaches the mode to the model, whose parameters become memory, and detaches it afterwards.
+def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHARERS) -> Iterator[Attached]:
+    """Attaches the mode to the model, whose parameters become memory, and gives the model back afterwards.
 
     `sharers` share the homes of what streams. Raises MemoryError if the host has too little memory.
     """
-    mode, model = components.mode, components.model
     with phase("allocating and page-locking memory"):
-        mode.attach(model, streams, sharers)
+        options = replace(components.options, sharers=sharers)
+        found = components.mode.attach(components.model, streams, options)
     try:
         # After the mode has attached, so that the recompute has its weights in place too.
         undo = recompute(components.recomputed_blocks)
         try:
-            yield model
+            yield found
         finally:
             undo()
     finally:
-        mode.detach()
+        found.detach()
 
 
 def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
@@ -287,8 +284,10 @@ def _reference(found: Components) -> Components:
         # Device memory saves more where it holds what trains.
         knobs.resident = 0
     model, mode = _model(config, found.dtype).requires_grad_(False).eval(), make_mode(config.offload)
-    footprint = footprint_of(config, mode, model)
-    found = replace(found, model=model, mode=mode, footprint=footprint, recomputed_blocks=(), gradients=KEPT)
+    options = options_of(config, mode, model)
+    footprint = footprint_of(config, mode, model, options)
+    objects = {"model": model, "mode": mode, "options": options, "footprint": footprint}
+    found = replace(found, **objects, recomputed_blocks=(), gradients=KEPT)
     return found.with_config(config)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from offload import Footprint, Mode
 from training.config.construct import construct
@@ -134,7 +133,7 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class GradientChoice:
-    """`released`: each gradient goes to its update alone (`Mode.release_gradients`).
+    """`released`: each gradient goes to its update alone (`AttachOptions.release_gradients`).
 
     `why` that was chosen, in words; None where nobody had to choose: the user did, or no gradients go to the host.
     """
@@ -143,7 +142,7 @@ class GradientChoice:
     why: str | None = None
 
     @classmethod
-    def of(cls, config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint) -> GradientChoice:
+    def of(cls, config: DictConfig, mode: Mode, kept: Footprint) -> GradientChoice:
         """Chooses for the run that `config` describes. `kept` is the footprint of its mode with gradients kept.
 
         Raises UserError for optimizer.gradients=release where something besides the update needs them.
@@ -151,7 +150,7 @@ class GradientChoice:
         asked = config.optimizer.get("gradients", "keep")
         if asked == "keep" or (asked == AUTO and not kept.host_gradient_bytes):
             return cls()
-        reason = _why_kept(config, mode, model, kept)
+        reason = _why_kept(config, mode, kept)
         if asked == AUTO:
             released = reason is None
             return cls(released, "updates begin inside backward, and nothing else needs them" if released else reason)
@@ -173,10 +172,10 @@ class GradientChoice:
         return GradientChoice(released=False, why=why)
 
 
-def _why_kept(config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint) -> str | None:
+def _why_kept(config: DictConfig, mode: Mode, kept: Footprint) -> str | None:
     """Returns what needs the gradients besides their updates, and what to change; None if nothing does."""
-    if (reason := mode.why_gradients_stay(model)) is not None:
-        return reason
+    if kept.why_gradients_stay is not None:
+        return kept.why_gradients_stay
     if config.devices > 1 and not shares_homes(config, mode):
         return f"devices={config.devices} sum them after backward: take devices=1"
     if config.devices > 1:

@@ -1,15 +1,15 @@
-"""Frozen weights that stay in their files (`source=mapped`): tells the mode of a run where they are."""
+"""Frozen weights that stay in their files (`source=mapped`): where they are, for the mode of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from models.adapters import without_adapters
 from models.places import Places, find_places
-from offload import FileSpan, Footprint, Mode, format_bytes
+from offload import FileSpan, Footprint, format_bytes
 from training.config.modes import weights_node
 from training.errors import UserError, as_user_error
 from training.weights.files import ModelWeights
@@ -25,22 +25,22 @@ def is_mapped(config: DictConfig) -> bool:
     return weights_node(config)[1].get("source") == MAPPED
 
 
-def map_weights(config: DictConfig, mode: Mode, model: nn.Module) -> None:
-    """Tells `mode` where the weights of `model`, on the meta device, are in files.
+def mapped_spans(config: DictConfig, model: nn.Module) -> dict[Tensor, list[FileSpan]] | None:
+    """Returns where the weights of `model`, on the meta device, are in files; None for a run that reads none there.
 
     Raises UserError if none can be read from there.
     """
-    if is_mapped(config):
-        places = _places(config, model)
-        found = places.found
-        if not any(tensor in found and not tensor.requires_grad for tensor in model.parameters()):
-            reason = max(places.reasons.values(), key=list(places.reasons.values()).count)
-            raise UserError(
-                f"{weights_node(config)[0]}.source={MAPPED}: no frozen weight can be read from"
-                f" model.weights={config.model.weights}: they {reason}; take {weights_node(config)[0]}.source=memory"
-            )
-        spans = {t: [FileSpan(place.file, place.offset, place.nbytes) for place in found[t]] for t in found}
-        mode.map_weights(spans)
+    if not is_mapped(config):
+        return None
+    places = _places(config, model)
+    found = places.found
+    if not any(tensor in found and not tensor.requires_grad for tensor in model.parameters()):
+        reason = max(places.reasons.values(), key=list(places.reasons.values()).count)
+        raise UserError(
+            f"{weights_node(config)[0]}.source={MAPPED}: no frozen weight can be read from"
+            f" model.weights={config.model.weights}: they {reason}; take {weights_node(config)[0]}.source=memory"
+        )
+    return {t: [FileSpan(place.file, place.offset, place.nbytes) for place in found[t]] for t in found}
 
 
 def mapped_note(config: DictConfig, model: nn.Module, footprint: Footprint) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
-KEEP = "keep gradients (optimizer.gradients=keep; in a loop of your own, mode.release_gradients(False) before attach)"
+KEEP = "keep gradients (optimizer.gradients=keep; in a loop of your own, AttachOptions(release_gradients=False))"
 
 
 class NotFinalError(RuntimeError):

@@ -53,7 +53,7 @@ class ReleasedGradients:
         if not updates.early:
             raise RuntimeError(
                 "gradients are released to updates that begin inside backward, and there are none: call"
-                f" mode.overlap(optimizer, early=True) before the step, or {KEEP}"
+                f" attached.overlap(optimizer, early=True) before the step, or {KEEP}"
             )
         for unit in self._units:
             for tensor in unit.trained:
@@ -75,8 +75,8 @@ class ReleasedGradients:
         if not is_final:
             raise NotFinalError(
                 f"the gradient of {tensor.name} is not final when it lands, and it is released to its update alone",
-                "compute the step in one mode.accumulate, of one microbatch or under shard_offload, which adds them up"
-                f" on the device; or {KEEP}",
+                "compute the step in one attached.accumulate, of one microbatch or under shard_offload, which adds them"
+                f" up on the device; or {KEEP}",
             )
         self._check(tensor)
         if is_sparse(gradient):

@@ -247,8 +247,8 @@ class Prefetcher:
     def _check_promise(self, unit: OffloadUnit) -> None:
         if unit in self._promised and self._promised[unit] != unit.parameters_now():
             raise RuntimeError(
-                f"a parameter of {unit} was changed inside mode.inference(), where weights stay as they are: change it"
-                " between two of them, and take no result of this one"
+                f"a parameter of {unit} was changed inside attached.inference(), where weights stay as they are: change"
+                " it between two of them, and take no result of this one"
             )
 
     def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:

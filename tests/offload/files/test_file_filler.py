@@ -19,6 +19,7 @@ from offload.files.file_filler import coming_in, leave_in_files, plans_of
 from offload.files.mapped_files import ChangedFileError, FileSpan, lies_in_file
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.streams import registry
@@ -32,7 +33,7 @@ from tests.offload.helpers.mapped import (
     with_low_rank,
     write_frozen,
 )
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+from tests.offload.helpers.models import Stack, assert_same, stack_inputs, under
 from tests.offload.helpers.open_files import open_files
 
 
@@ -42,10 +43,9 @@ def model_of(recompute: str | None = None) -> nn.Module:
 
 
 def mapped(mode, model: nn.Module, folder: Path):
-    """Returns `mode`, which knows where the frozen parameters of `model` are, and their files."""
+    """Writes the frozen parameters of `model`; returns `mode`, options that say where they are, and their files."""
     spans = write_frozen(model, folder)
-    mode.map_weights(spans)
-    return mode, files_of(spans)
+    return mode, AttachOptions(spans=spans), files_of(spans)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_numbers_are_those_of_memory(tmp_path: Path, monkeypatch, kind, knobs, r
     monkeypatch.setattr(file_filler, "RING_BLOCKS", blocks)
     expected = trained(model_of(recompute), kind(**knobs))
     model = model_of(recompute)
-    mode, _ = mapped(kind(source="mapped", **knobs), model, tmp_path)
-    assert_same(trained(model, mode), expected)
+    mode, options, _ = mapped(kind(source="mapped", **knobs), model, tmp_path)
+    assert_same(trained(model, mode, options=options), expected)
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
@@ -75,8 +75,8 @@ def test_a_model_built_on_meta_has_the_values_of_its_files(tmp_path: Path, on_me
         model = with_low_rank(Stack(depth=5))
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad][::-1]
     mode = LayerStream(source="mapped", trained="device")
-    mode.map_weights(dict(zip([*frozen[::2], *frozen[1::2]], spans, strict=True)))
-    with attached(mode, model):
+    options = AttachOptions(spans=dict(zip([*frozen[::2], *frozen[1::2]], spans, strict=True)))
+    with under(mode, model, options=options):
         state = {name: value for name, value in source.state_dict().items() if not lies_in_file(value)}
         streams = [name for name, p in model.named_parameters() if lies_in_file(p)]
         assert len(streams) == 5 * 6
@@ -89,14 +89,14 @@ def test_a_model_built_on_meta_has_the_values_of_its_files(tmp_path: Path, on_me
 def test_only_the_ring_takes_host_memory(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(file_filler, "RING_BLOCKS", 1)
     model = model_of()
-    mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
-    footprint = mode.footprint(model)
+    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    footprint = mode.footprint(model, options=options)
     assert footprint.host_home_bytes == 0
     assert footprint.file_bytes == footprint.host_weight_bytes > footprint.ring_bytes > 0
-    with attached(mode, model):
-        with mode.step():
-            mode.accumulate(losses_of(model, 0))
-        counters = mode.counters()
+    with under(mode, model, options=options) as attached:
+        with attached.step():
+            attached.accumulate(losses_of(model, 0))
+        counters = attached.counters()
         assert counters.host_pageable_bytes == footprint.ring_bytes < footprint.file_bytes / 2
         assert counters.file_bytes > footprint.file_bytes
         assert counters.file_wait_ms > 0
@@ -104,19 +104,19 @@ def test_only_the_ring_takes_host_memory(tmp_path: Path, monkeypatch):
 
 def test_a_known_order_is_read_ahead(tmp_path: Path):
     model = model_of()
-    mode, _ = mapped(LayerStream(source="mapped", trained="device", slots=2), model, tmp_path)
-    with attached(mode, model):
+    mode, options, _ = mapped(LayerStream(source="mapped", trained="device", slots=2), model, tmp_path)
+    with under(mode, model, options=options) as attached:
         for step in range(3):
-            before = mode.counters().file_bytes
-            with mode.step():
-                mode.accumulate(losses_of(model, step))
-        filler, deadline = mode._streamer.filler, time.monotonic() + 300
-        first = filler._plans[mode._streamer.cut.units[0]]
+            before = attached.counters().file_bytes
+            with attached.step():
+                attached.accumulate(losses_of(model, step))
+        filler, deadline = attached._streamer.filler, time.monotonic() + 300
+        first = filler._plans[attached._streamer.cut.units[0]]
         while not filler._ring.is_ready(first) and time.monotonic() < deadline:
             time.sleep(0.01)
         # The first units of the next step are there, and each copy of this one was read once.
         assert filler._ring.is_ready(first)
-        reads = (mode.counters().file_bytes - before) / first.nbytes
+        reads = (attached.counters().file_bytes - before) / first.nbytes
         assert reads <= 2 * (5 + 3) + 1
 
 
@@ -142,16 +142,16 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_weight_in_a_file_that_is_changed_is_refused(tmp_path: Path, change: str):
     model = model_of()
-    mode, files = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    mode, options, files = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
     stored = [file.read_bytes() for file in files]
-    with attached(mode, model):
-        with mode.step():
-            mode.accumulate(losses_of(model, 0))
+    with under(mode, model, options=options) as attached:
+        with attached.step():
+            attached.accumulate(losses_of(model, 0))
         with torch.no_grad():
             CHANGES[change](model)
         with (
             pytest.raises(RuntimeError, match=r"stay in their files \(source=mapped\) .* take source=memory"),
-            mode.step(),
+            attached.step(),
         ):
             pass
         if change != "training":
@@ -176,11 +176,11 @@ class Scaling(nn.Module):
 def test_a_weight_in_a_file_that_a_forward_changes_is_refused(tmp_path: Path):
     model = nn.Sequential(nn.ModuleList(nn.Sequential(LowRank(nn.Linear(8, 8)), Scaling()) for _ in range(4)))
     model.forward = lambda rows: [rows := block(rows) for block in model[0]][-1]
-    mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
     with (
-        attached(mode, model),
+        under(mode, model, options=options) as attached,
         pytest.raises(RuntimeError, match=r"was changed in a forward: .* take source=memory"),
-        mode.step(),
+        attached.step(),
     ):
         model(torch.ones(2, 8))
 
@@ -189,19 +189,19 @@ def test_a_file_that_changes_is_an_error_between_and_in_steps(tmp_path: Path, mo
     monkeypatch.setattr(file_filler, "RING_BLOCKS", 1)
     for inside in (False, True):
         model = model_of()
-        mode, files = mapped(LayerStream(source="mapped", trained="device", slots=1), model, tmp_path)
+        mode, options, files = mapped(LayerStream(source="mapped", trained="device", slots=1), model, tmp_path)
         for file in files:
             os.utime(file, ns=(0, 0))
-        with attached(mode, model):
-            with mode.step():
-                mode.accumulate(losses_of(model, 0))
+        with under(mode, model, options=options) as attached:
+            with attached.step():
+                attached.accumulate(losses_of(model, 0))
                 if inside:
                     os.truncate(files[0], 8000)
                     with pytest.raises(ChangedFileError, match="and has 8000 now"):
-                        mode.accumulate(losses_of(model, 1))
+                        attached.accumulate(losses_of(model, 1))
             if not inside:
                 os.truncate(files[0], 8000)
-            with pytest.raises(ChangedFileError, match="and has 8000 now") as error, mode.step():
+            with pytest.raises(ChangedFileError, match="and has 8000 now") as error, attached.step():
                 pass
             assert error.value.filename == str(files[0])
 
@@ -209,25 +209,25 @@ def test_a_file_that_changes_is_an_error_between_and_in_steps(tmp_path: Path, mo
 def test_slow_and_failing_disks(tmp_path: Path):
     expected = trained(model_of(), LayerStream(trained="device"))
     model = model_of()
-    mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
 
     def slow(system, *arguments):
         time.sleep(0.002)
         return system(*arguments)
 
     with reads_through(slow):
-        assert_same(trained(model, mode), expected)
+        assert_same(trained(model, mode, options=options), expected)
 
     def broken(system, *arguments):
         raise OSError(errno.EIO, "Input/output error")
 
     model = model_of()
-    mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
-    with attached(mode, model):
-        with reads_through(broken), pytest.raises(OSError, match="check the disk"), mode.step():
-            mode.accumulate(losses_of(model, 0))
-        with mode.step():
-            assert_same(mode.accumulate(losses_of(model, 0)), expected[:2])
+    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    with under(mode, model, options=options) as attached:
+        with reads_through(broken), pytest.raises(OSError, match="check the disk"), attached.step():
+            attached.accumulate(losses_of(model, 0))
+        with attached.step():
+            assert_same(attached.accumulate(losses_of(model, 0)), expected[:2])
 
 
 def test_threads_end_with_the_mode_and_when_it_is_dropped(tmp_path: Path):
@@ -236,19 +236,19 @@ def test_threads_end_with_the_mode_and_when_it_is_dropped(tmp_path: Path):
 
     before = open_files()
     model = model_of()
-    mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
-    with attached(mode, model):
-        with mode.step():
-            mode.accumulate(losses_of(model, 0))
+    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    with under(mode, model, options=options) as attached:
+        with attached.step():
+            attached.accumulate(losses_of(model, 0))
         assert 0 < readers() <= 4
     assert not readers()
 
     streams = registry.acquire("cpu")
-    mode.attach(model, streams)
-    with mode.step():
-        mode.accumulate(losses_of(model, 0))
+    attached = mode.attach(model, streams, options)
+    with attached.step():
+        attached.accumulate(losses_of(model, 0))
     registry.release(streams)
-    del model, mode, streams
+    del model, attached, streams, options
     gc.collect()
     assert not readers()
     assert not open_files() - before
@@ -258,12 +258,12 @@ def test_weights_larger_than_free_memory_are_read_past_the_page_cache(tmp_path: 
     expected = trained(model_of(), LayerStream(trained="device"))
     monkeypatch.setattr(file_filler, "free_host_bytes", lambda: 10000)
     model = model_of()
-    mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
-    with attached(mode, model):
-        assert mode._streamer.filler._ring._reader._direct
+    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    with under(mode, model, options=options) as attached:
+        assert attached._streamer.filler._ring._reader._direct
     model = model_of()
-    mode, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
-    assert_same(trained(model, mode), expected)
+    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    assert_same(trained(model, mode, options=options), expected)
 
 
 @pytest.mark.parametrize("missing", ["trains", "a buffer", "other strides", "an odd place", "other bytes", "no place"])
@@ -289,17 +289,17 @@ def test_refusals_say_what_to_do(tmp_path: Path):
     with pytest.raises(KnobError, match="source=mapped: it is not known where the weights are"):
         LayerStream(source="mapped").footprint(model_of())
     # Adapters that train in the same units.
-    mode, _ = mapped(LayerStream(source="mapped"), model := model_of(), tmp_path)
+    mode, options, _ = mapped(LayerStream(source="mapped"), model := model_of(), tmp_path)
     with pytest.raises(KnobError, match=r"no unit that streams lies in the files as a whole.*trained=device"):
-        mode.footprint(model)
+        mode.footprint(model, options=options)
 
 
 def test_a_file_that_is_gone_leaves_the_model_as_it_was(tmp_path: Path):
     model = model_of()
     before = [parameter.data_ptr() for parameter in model.parameters()]
-    mode, files = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    mode, options, files = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
     files[0].unlink()
-    with pytest.raises(OSError, match=files[0].name), attached(mode, model):
+    with pytest.raises(OSError, match=files[0].name), under(mode, model, options=options):
         pass
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
@@ -307,8 +307,8 @@ def test_a_file_that_is_gone_leaves_the_model_as_it_was(tmp_path: Path):
 def test_a_mode_of_activations_passes_the_places_on(tmp_path: Path):
     expected = trained(model_of(), TensorSwap(LayerStream(trained="device")))
     model = model_of()
-    mode, _ = mapped(TensorSwap(LayerStream(source="mapped", trained="device")), model, tmp_path)
-    assert_same(trained(model, mode), expected)
+    mode, options, _ = mapped(TensorSwap(LayerStream(source="mapped", trained="device")), model, tmp_path)
+    assert_same(trained(model, mode, options=options), expected)
 
 
 @pytest.mark.parametrize(

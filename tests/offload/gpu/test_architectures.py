@@ -14,7 +14,7 @@ from offload.modes.none import Resident
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built, check
 from tests.offload.helpers.foreign import run_steps
 from tests.offload.helpers.late import ON_A_GPU
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("deterministic")]
 
@@ -24,8 +24,8 @@ def refusal(name: str) -> str | None:
     """Returns why torch cannot run the resident model with kernels that repeat; None if it can."""
     model, mode = built(name), Resident()
     try:
-        with attached(mode, model, "cuda"):
-            run_steps(model, [((), ARCHITECTURES[name].inputs())], mode, device="cuda")
+        with under(mode, model, "cuda") as attached:
+            run_steps(model, [((), ARCHITECTURES[name].inputs())], attached, device="cuda")
     except RuntimeError as error:
         if "deterministic implementation" not in str(error):
             raise

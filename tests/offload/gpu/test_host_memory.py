@@ -23,7 +23,7 @@ from offload.streams import registry
 from tests import ROOT
 from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, made_model
 from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, gpu_inputs
-from tests.offload.helpers.models import assert_same, attached, train
+from tests.offload.helpers.models import assert_same, train, under
 from tests.offload.helpers.page_locks import RecordedRuntime
 
 pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("small")]
@@ -136,7 +136,7 @@ def test_a_model_larger_than_the_host_is_refused_and_the_process_goes_on():
         layers = free_host_bytes() // 2**34 + 2
         large = nn.Sequential(*(nn.Linear(2**16, 2**16) for _ in range(layers)))
     message = r"GiB of host memory are needed, \d+\.\d\d GiB are free"
-    with pytest.raises(MemoryError, match=message), attached(BounceLinear(), large, "cuda"):
+    with pytest.raises(MemoryError, match=message), under(BounceLinear(), large, "cuda"):
         pass
     assert_usable()
 
@@ -217,11 +217,11 @@ from tests.offload.helpers.dropped import MODES, fail, made_model
 from tests.offload.helpers.models import stack_inputs
 
 model, mode = made_model(), MODES["{name}"]()
-mode.attach(model, registry.acquire("cuda"))
-assert {name!r} == "tensor_swap" or mode.counters().host_pinned_bytes
+attached = mode.attach(model, registry.acquire("cuda"))
+assert {name!r} == "tensor_swap" or attached.counters().host_pinned_bytes
 model.blocks[1].register_forward_hook(fail)
-mode.itself = mode
-with mode.step():
+mode.itself = attached
+with attached.step():
     model(stack_inputs(0, 0, "cuda"))
 """
 

@@ -9,6 +9,7 @@ import torch
 
 from offload.files import file_filler
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.mapped import trained, with_low_rank, write_frozen
@@ -34,6 +35,5 @@ def test_numbers_are_those_of_memory(kind, knobs, direct: bool, ring_units: int,
     if direct:
         monkeypatch.setattr(file_filler, "free_host_bytes", lambda: 0)
     mapped = model()
-    mode = kind(source="mapped", **knobs)
-    mode.map_weights(write_frozen(mapped, tmp_path))
-    assert_same(trained(mapped, mode, device="cuda"), expected)
+    mode, options = kind(source="mapped", **knobs), AttachOptions(spans=write_frozen(mapped, tmp_path))
+    assert_same(trained(mapped, mode, device="cuda", options=options), expected)

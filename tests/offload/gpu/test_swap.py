@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,7 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.tensor_swap import TensorSwap
 from offload.streams.transfer import Transfer
 from tests.offload.helpers.late import ON_A_GPU, gpu_inputs
-from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, train, with_copy
+from tests.offload.helpers.models import Stack, assert_same, same_as_resident, train, under, with_copy
 from tests.offload.helpers.modes import recomputing
 
 pytestmark = ON_A_GPU
@@ -78,7 +76,7 @@ def test_parts_of_a_backward_and_graphs_that_are_dropped(monkeypatch: pytest.Mon
 
     def gradients(model: nn.Module, mode) -> list[torch.Tensor]:
         found = []
-        with attached(mode, model, "cuda"), mode.step():
+        with under(mode, model, "cuda") as attached, attached.step():
             for seed in range(6):
                 loss = model(gpu_inputs(seed, 0).repeat(50, 1)).square().mean()
                 found += torch.autograd.grad(loss, list(model.blocks[-1].parameters()))
@@ -92,14 +90,14 @@ def test_parts_of_a_backward_and_graphs_that_are_dropped(monkeypatch: pytest.Mon
 
 def peak_of_step(mode, model: nn.Module, steps: int = 3) -> int:
     """Returns the peak of device memory in the last step, above the memory before that step."""
-    with attached(mode, model, "cuda"):
+    with under(mode, model, "cuda") as attached:
         batch = torch.randn(8192, 8, device="cuda")
         for _ in range(steps):
             model.zero_grad()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            with mode.step():
+            with attached.step():
                 model(batch).square().mean().backward()
         return torch.cuda.max_memory_allocated() - before
 
@@ -121,36 +119,11 @@ def test_memory_is_really_released(monkeypatch: pytest.MonkeyPatch):
 
 def test_only_the_inputs_of_recomputed_blocks_leave():
     model, mode = Stack(width=512, depth=8), recomputing(TensorSwap(Resident()))
-    with attached(mode, model, "cuda"):
-        with mode.step():
+    with under(mode, model, "cuda") as attached:
+        with attached.step():
             model(torch.randn(8192, 8, device="cuda")).square().mean().backward()
         # The inputs of eight blocks and of the head.
-        assert mode.counters().swapped_bytes == 9 * 8192 * 512 * 4
-
-
-def test_page_locked_memory_is_given_back():
-    model, mode = Stack(width=512, depth=8), TensorSwap(Resident())
-    with attached(mode, model, "cuda"):
-        with mode.step():
-            model(torch.randn(8192, 8, device="cuda")).square().mean().backward()
-        counters = mode.counters()
-        assert counters.host_pinned_bytes > 0 == counters.host_pageable_bytes
-        arena = mode._arena
-    assert arena.pinned_bytes == 0
-
-
-def test_no_device_memory_is_left_behind():
-    def allocated_after_a_step() -> int:
-        model, mode = Stack(width=512), TensorSwap(LayerStream())
-        with attached(mode, model, "cuda"), mode.step():
-            model(torch.randn(4096, 8, device="cuda")).square().mean().backward()
-        model.zero_grad()
-        del mode
-        gc.collect()
-        return torch.cuda.memory_allocated()
-
-    # The first also allocates what the process needs for matrix products.
-    assert allocated_after_a_step() == allocated_after_a_step()
+        assert attached.counters().swapped_bytes == 9 * 8192 * 512 * 4
 
 
 def test_tensors_of_the_host_stay():
@@ -170,24 +143,24 @@ def test_tensors_of_the_host_stay():
 def test_copies_hide_behind_compute_with_an_automatic_budget():
     model = Stack(width=2048, depth=8).bfloat16()
     mode = TensorSwap(Resident(), budget="auto")
-    with attached(mode, model, "cuda"):
+    with under(mode, model, "cuda") as attached:
         batch = torch.randn(16384, 8, device="cuda", dtype=torch.bfloat16)
         for _ in range(24):
             model.zero_grad()
-            with mode.step():
+            with attached.step():
                 model(batch).square().mean().backward()
-        assert not mode._swapper._policy.measures
+        assert not attached.activations._swapper._policy.measures
 
 
 def test_the_host_goes_on_while_the_device_is_in_the_step():
     model = Stack(width=256).bfloat16()
     mode = TensorSwap(Resident())
-    with attached(mode, model, "cuda"):
+    with under(mode, model, "cuda") as attached:
         batch = torch.randn(64, 8, device="cuda", dtype=torch.bfloat16)
         for _ in range(4):
             model.zero_grad()
             end = torch.cuda.Event()
-            with mode.step():
+            with attached.step():
                 # About a third of a second.
                 torch.cuda._sleep(500_000_000)
                 model(batch).square().mean().backward()

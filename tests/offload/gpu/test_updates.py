@@ -8,6 +8,7 @@ from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
@@ -19,7 +20,7 @@ from offload.weights.gradients.ring import GradientRing
 from tests.offload.helpers import updates
 from tests.offload.helpers.kernels import needs_compiler
 from tests.offload.helpers.late import ON_A_GPU, gpu_inputs, make_late
-from tests.offload.helpers.models import Stack, assert_same, attached, with_copy
+from tests.offload.helpers.models import Stack, assert_same, under, with_copy
 from tests.offload.helpers.optimizers import SETTINGS
 
 pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("small_activations")]
@@ -83,13 +84,13 @@ def test_released_gradients_equal_updates_in_turn(mode: str, share: int):
 @pytest.mark.usefixtures("small_ring")
 def test_released_gradients_are_page_locked_in_the_ring_alone():
     model, mode = Stack(width=256, depth=8).bfloat16(), LayerStream(slots=2)
-    mode.release_gradients()
-    plan = mode.footprint(model)
-    with attached(mode, model, "cuda"):
-        mode.overlap(HostAdamW(model.parameters()), early=True)
-        with mode.step(norms=True):
-            mode.accumulate([lambda: model(gpu_inputs(0, 0).bfloat16()).float().square().mean()])
-        counters = mode.counters()
+    options = AttachOptions(release_gradients=True)
+    plan = mode.footprint(model, options=options)
+    with under(mode, model, "cuda", options) as attached:
+        attached.overlap(HostAdamW(model.parameters()), early=True)
+        with attached.step(norms=True):
+            attached.accumulate([lambda: model(gpu_inputs(0, 0).bfloat16()).float().square().mean()])
+        counters = attached.counters()
         assert counters.host_pageable_bytes == 0
         assert counters.host_pinned_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
         assert plan.host_gradient_bytes == plan.d2h_bytes // 8
@@ -148,12 +149,12 @@ def test_updates_of_host_and_device_equal_those_of_the_resident_model(share: int
 @pytest.mark.parametrize("mode", MODES)
 def test_norms_taken_on_the_device_are_those_of_the_gradients_at_home(mode: str):
     model, mode = Stack(width=64), MODES[mode]()
-    with attached(mode, model, "cuda"):
+    with under(mode, model, "cuda") as attached:
         for microbatches in (1, 3):
-            with mode.step(norms=True):
+            with attached.step(norms=True):
                 losses = [lambda index=index: model(gpu_inputs(0, index)).sum() for index in range(3)]
-                mode.accumulate(losses[:microbatches])
-            norms = mode.gradient_norms()
+                attached.accumulate(losses[:microbatches])
+            norms = attached.gradient_norms()
             assert set(norms) >= set(model.blocks[0].parameters())
             for parameter, norm in norms.items():
                 assert norm.is_cuda
@@ -164,16 +165,16 @@ def test_norms_taken_on_the_device_are_those_of_the_gradients_at_home(mode: str)
 def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPatch):
     updates.sleepy(monkeypatch)
     model, mode = Stack(width=64, depth=8), LayerStream(slots=2)
-    with attached(mode, model, "cuda"):
+    with under(mode, model, "cuda") as attached:
         optimizer = HostAdamW(model.parameters())
-        mode.overlap(optimizer, early=False)
-        with mode.step():
+        attached.overlap(optimizer, early=False)
+        with attached.step():
             model(gpu_inputs(0, 0)).sum().backward()
         optimizer.step()
         per_block = sum(p.numel() for p in model.blocks[0].parameters())
-        assert mode.counters().updated_parameters < 8 * per_block
+        assert attached.counters().updated_parameters < 8 * per_block
         optimizer.finish()
-        assert mode.counters().updated_parameters == 8 * per_block
+        assert attached.counters().updated_parameters == 8 * per_block
 
 
 def test_a_wait_for_the_worker_that_is_missing_would_show(monkeypatch: pytest.MonkeyPatch):
@@ -181,10 +182,10 @@ def test_a_wait_for_the_worker_that_is_missing_would_show(monkeypatch: pytest.Mo
     updates.sleepy(monkeypatch)
 
     def evaluated_after_a_step(model: nn.Module, mode) -> torch.Tensor:
-        with attached(mode, model, "cuda"), torch.no_grad():
+        with under(mode, model, "cuda") as attached, torch.no_grad():
             optimizer = HostAdamW(model.parameters(), **SETTINGS)
-            mode.overlap(optimizer, early=False)
-            with mode.step(), torch.enable_grad():
+            attached.overlap(optimizer, early=False)
+            with attached.step(), torch.enable_grad():
                 model(gpu_inputs(0, 0)).sum().backward()
             optimizer.step()
             return model(gpu_inputs(0, 0))

@@ -61,11 +61,11 @@ def failed_attempt(make: Callable[[], Mode], where: str, streams: Streams) -> tu
     model, mode, locked = made_model(), make(), 0
     microbatches = 2 if mode.footprint(model).layer_major else 1
     try:
-        mode.attach(model, streams)
-        one_step(model, mode, microbatches=microbatches, inputs=inputs)
-        locked = mode.counters().host_pinned_bytes
-        with mode.step():
-            mode.accumulate([partial(failing, microbatch) for microbatch in range(microbatches)])
+        attached = mode.attach(model, streams)
+        one_step(model, attached, microbatches=microbatches, inputs=inputs)
+        locked = attached.counters().host_pinned_bytes
+        with attached.step():
+            attached.accumulate([partial(failing, microbatch) for microbatch in range(microbatches)])
     except StepError as error:
         return error, locked
     raise AssertionError("the step did not fail")

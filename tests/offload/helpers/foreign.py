@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.streams.counters import Counters
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 
 class InBlock(nn.Module):
@@ -65,14 +65,14 @@ def fresh(value: object, device: str = "cpu") -> object:
 def run_steps(
     model: nn.Module,
     calls: Sequence[tuple[tuple, dict]],
-    mode: Mode,
+    attached: Mode,
     microbatches: int | None = None,
     device: str = "cpu",
 ) -> list[dict[str, object]]:
     """Trains `model` by plain SGD and returns what each step left: outputs, losses, gradients, buffers.
 
-    `mode` is attached, or `Resident`. Each step makes one of `calls`, forward and backward by hand, or as many as there
-    are `microbatches`, by `mode.accumulate`. Calls that are left over are not made.
+    `attached` is what `attach` returned. Each step makes one of `calls`, forward and backward by hand, or as many as
+    there are `microbatches`, by `attached.accumulate`. Calls that are left over are not made.
     """
     records = []
     size = microbatches or 1
@@ -87,9 +87,9 @@ def run_steps(
             outputs[index] = [tensor.detach().clone() for tensor in tensors_of(output)]
             return loss_of(output)
 
-        with mode.step():
+        with attached.step():
             if microbatches is not None:
-                losses = mode.accumulate([partial(compute, index) for index in range(size)])
+                losses = attached.accumulate([partial(compute, index) for index in range(size)])
             else:
                 losses = [compute(0)]
                 if losses[0] is not None:
@@ -133,6 +133,23 @@ def assert_alike(found: object, expected: object, where: str = "", exact: bool =
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-4, msg=lambda text: f"{where}: {text}")
 
 
+Trained = tuple[list[dict[str, object]], dict[str, torch.Tensor]]
+
+
+def trained(
+    model: nn.Module,
+    mode: Mode,
+    calls: Sequence[tuple[tuple, dict]],
+    microbatches: int | None = None,
+    device: str = "cpu",
+) -> tuple[Trained, Counters]:
+    """Returns the records of `run_steps` and the state after detach, and the counters of `mode`."""
+    with under(mode, model, device) as attached:
+        records = run_steps(model, calls, attached, microbatches, device)
+        counters = attached.counters()
+    return (records, {name: tensor.detach() for name, tensor in model.state_dict().items()}), counters
+
+
 def same_as_resident(
     model: nn.Module,
     mode: Mode,
@@ -140,18 +157,16 @@ def same_as_resident(
     microbatches: int | None = None,
     device: str = "cpu",
     exact: bool = True,
+    expected: Trained | None = None,
 ) -> Counters:
     """`model` under `mode` computes the bits of its resident copy, and has its weights and buffers after detach.
 
-    `exact`: False allows for sums in another order. Returns the counters of `mode`.
+    `exact`: False allows for sums in another order. `expected`: what the resident model computes, where it is known.
+    Returns the counters of `mode`.
     """
-    twin, resident = copy.deepcopy(model), Resident()
-    with attached(resident, twin, device):
-        expected = run_steps(twin, calls, resident, microbatches, device)
-    with attached(mode, model, device):
-        found = run_steps(model, calls, mode, microbatches, device)
-        counters = mode.counters()
-    assert_alike(found, expected, exact=exact)
-    states = [{name: tensor.detach() for name, tensor in each.state_dict().items()} for each in (model, twin)]
-    assert_alike(*states, "after detach", exact=exact)
+    if expected is None:
+        expected, _ = trained(copy.deepcopy(model), Resident(), calls, microbatches, device)
+    found, counters = trained(model, mode, calls, microbatches, device)
+    for one, other, where in zip(found, expected, ("", "after detach"), strict=True):
+        assert_alike(one, other, where, exact)
     return counters

@@ -15,8 +15,9 @@ from torch import nn
 
 from offload.files import mapped_files
 from offload.files.mapped_files import FileSpan
+from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.modes.weight_mode import WeightMode
-from tests.offload.helpers.models import attached, stack_inputs
+from tests.offload.helpers.models import stack_inputs, under
 
 _names = itertools.count()
 
@@ -67,18 +68,20 @@ def losses_of(
     return [partial(lambda k: model(stack_inputs(step, k, device)).square().mean(), k) for k in range(microbatches)]
 
 
-def trained(model: nn.Module, mode: WeightMode, steps: int = 2, device: str = "cpu") -> list[torch.Tensor]:
+def trained(
+    model: nn.Module, mode: WeightMode, steps: int = 2, device: str = "cpu", options: AttachOptions = NO_OPTIONS
+) -> list[torch.Tensor]:
     """Trains `model` under `mode`, then runs forwards; returns losses, outputs and the state dict, on the host."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     seen = []
-    with attached(mode, model, device):
+    with under(mode, model, device, options) as attached:
         for step in range(steps):
-            with mode.step():
-                seen += mode.accumulate(losses_of(model, step, device=device))
+            with attached.step():
+                seen += attached.accumulate(losses_of(model, step, device=device))
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            with mode.inference():
+            with attached.inference():
                 seen += [model(stack_inputs(8, k, device)) for k in range(3)]
             seen.append(model(stack_inputs(9, 0, device)))
         seen += [value.clone() for value in model.state_dict().values()]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions
 from offload.modes.none import Resident
 from offload.streams import registry
 
@@ -72,15 +73,15 @@ def tokens(step: int, microbatch: int) -> torch.Tensor:
 
 
 @contextmanager
-def attached(mode, model: nn.Module, device: str = "cpu") -> Iterator[None]:
+def under(mode, model: nn.Module, device: str = "cpu", options: AttachOptions = NO_OPTIONS) -> Iterator[Attached]:
     """Attaches `mode` to `model` for the length of the block."""
     streams = registry.acquire(device)
     try:
-        mode.attach(model, streams)
+        attached = mode.attach(model, streams, options)
         try:
-            yield
+            yield attached
         finally:
-            mode.detach()
+            attached.detach()
     finally:
         registry.release(streams)
 
@@ -103,7 +104,7 @@ def train(
     model: nn.Module,
     mode,
     inputs: Callable[[int, int], torch.Tensor] = stack_inputs,
-    steps: int = 4,
+    steps: int = 3,
     microbatches: int = 2,
     device: str = "cpu",
 ) -> list[torch.Tensor]:
@@ -114,13 +115,13 @@ def train(
         return model(inputs(step, microbatch)).float().square().mean() / microbatches
 
     seen = []
-    with attached(mode, model, device):
+    with under(mode, model, device) as attached:
         # The update runs on the host in every mode: AdamW on a GPU rounds differently.
         masters = [p.detach().cpu().clone().requires_grad_() for p in model.parameters()]
         optimizer = torch.optim.AdamW(masters, lr=0.05, foreach=False)
         for step in range(steps):
-            with mode.step():
-                losses = mode.accumulate([partial(loss_of, step, microbatch) for microbatch in range(microbatches)])
+            with attached.step():
+                losses = attached.accumulate([partial(loss_of, step, microbatch) for microbatch in range(microbatches)])
             seen += [loss.cpu() for loss in losses]
             seen += [p.grad.detach().cpu().clone() for p in model.parameters() if p.grad is not None]
             for master, parameter in zip(masters, model.parameters(), strict=True):

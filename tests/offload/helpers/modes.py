@@ -14,7 +14,7 @@ from offload.activations.checkpointing import recompute
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import Mode
+from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.streams.registry import Streams
@@ -58,15 +58,13 @@ def recomputing(mode: Mode, blocks_of: Callable[[nn.Module], list[nn.Module]] | 
     """
     if blocks_of is None and mode.recomputes:
         return mode
-    attach, detach = mode.attach, mode.detach
+    attach = mode.attach
 
-    def attach_both(model: nn.Module, streams: Streams) -> None:
-        attach(model, streams)
-        mode.undo = recompute(model.blocks if blocks_of is None else blocks_of(model))
+    def attach_both(model: nn.Module, streams: Streams, options: AttachOptions = NO_OPTIONS) -> Attached:
+        attached = attach(model, streams, options)
+        undo, detach = recompute(model.blocks if blocks_of is None else blocks_of(model)), attached.detach
+        attached.detach = lambda: (undo(), detach())
+        return attached
 
-    def detach_both() -> None:
-        mode.undo()
-        detach()
-
-    mode.attach, mode.detach = attach_both, detach_both
+    mode.attach = attach_both
     return mode

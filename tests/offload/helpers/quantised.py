@@ -13,7 +13,7 @@ from offload.activations.checkpointing import recompute
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.torch_private.tensor_parts import parts
-from tests.offload.helpers.models import assert_same, attached
+from tests.offload.helpers.models import assert_same, under
 
 WIDTH = 64
 
@@ -199,15 +199,15 @@ def train(
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             return model(given.to(device)).float()
 
-    with attached(mode, model, device):
+    with under(mode, model, device) as attached:
         undo = recompute(model.blocks if recomputes else ())
         for step in range(2):
             if step:
                 between(model)
             given = [inputs(step, microbatch).to(device).detach().requires_grad_() for microbatch in range(2)]
-            with mode.step():
+            with attached.step():
                 losses = [lambda each=each: forward(each).square().mean() for each in given]
-                seen += [loss.cpu() for loss in mode.accumulate(losses)]
+                seen += [loss.cpu() for loss in attached.accumulate(losses)]
             seen += [each.grad.clone() for each in given]
             for parameter in model.parameters():
                 assert (parameter.grad is not None) == parameter.requires_grad

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from offload.modes.mode import Mode
+from offload.modes.mode import AttachOptions
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.speculation.trials import Speculation
@@ -192,23 +192,22 @@ class Run:
             for number, step in enumerate(self.programme.steps):
                 self._step(number, step)
             self._look("end")
-            self.mode.detach()
+            self.attached.detach()
         return self.seen
 
     def _attach(self) -> None:
         knobs = self.programme.modes[self.attachments % len(self.programme.modes)]
         self.attachments += 1
-        self.mode: Mode = built(knobs) if self.overlaps or self.in_turn else Resident()
-        if self.overlaps:
-            self.mode.release_gradients(self.programme.releases)
-        self.mode.attach(self.model, self.streams)
+        mode = built(knobs) if self.overlaps or self.in_turn else Resident()
+        options = AttachOptions(release_gradients=self.overlaps and self.programme.releases)
+        self.attached = mode.attach(self.model, self.streams, options)
         self._overlap()
 
     def _overlap(self) -> None:
         beside = self.programme.beside[self.overlappings % len(self.programme.beside)]
         self.overlappings += 1
         if self.overlaps:
-            self.mode.overlap(self.optimizer, beside.early, beside.device_share, beside.speculation)
+            self.attached.overlap(self.optimizer, beside.early, beside.device_share, beside.speculation)
 
     def _optimizer(self) -> HostAdamW:
         parameters: list = [*self.model.parameters()]
@@ -229,7 +228,7 @@ class Run:
             self._do(event, f"{number} before the update: {event}", number, step)
         norm = 0.0
         if not self.programme.is_early:
-            norm = gradient_norm(self.model, self.mode.gradient_norms())
+            norm = gradient_norm(self.model, self.attached.gradient_norms())
         if math.isfinite(norm):
             self.optimizer.step(scale=clip_scale(norm, step.clip_norm))
         else:
@@ -250,8 +249,8 @@ class Run:
             loss = self.model(given).float().square().mean() / step.microbatches
             return loss if step.is_finite else loss * math.inf
 
-        with self.mode.step(norms=not self.programme.is_early):
-            losses = self.mode.accumulate([functools.partial(loss_of, index) for index in range(step.microbatches)])
+        with self.attached.step(norms=not self.programme.is_early):
+            losses = self.attached.accumulate([functools.partial(loss_of, index) for index in range(step.microbatches)])
         self.seen += [(f"{number} loss", loss) for loss in losses]
 
     def _do(self, event: str, place: str, number: int, step: Step) -> None:
@@ -276,14 +275,14 @@ class Run:
                 self.optimizer.load_state_dict(states)
                 self._overlap()
             case "reattach":
-                self.mode.detach()
+                self.attached.detach()
                 self._attach()
             case "overlap":
                 self._overlap()
             case "place":
                 nbytes = self.draw.choice([0, 3000, 10**9])
                 if self.overlaps:
-                    self.mode.place_states(nbytes)
+                    self.attached.place_states(nbytes)
             case "hook" if parameter.requires_grad:
                 self.hooks.append(parameter.register_hook(lambda gradient: gradient * 2))
                 if len(self.hooks) > 1:
@@ -308,7 +307,7 @@ class Run:
 
     def _evaluate(self, place: str, inference: bool) -> None:
         self.model.eval()
-        with self.mode.inference() if inference else torch.no_grad():
+        with self.attached.inference() if inference else torch.no_grad():
             self.seen.append((place, self.model(stack_inputs(7, 7).to(self.programme.dtype)).clone()))
         self.model.train()
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from offload.modes.mode import Mode
+from offload.modes.mode import AttachOptions, Mode
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -31,11 +31,11 @@ def same_as_one_process(model: nn.Module, make: Callable[[], Mode], losses: Loss
 
 def _shared(sharers: ThreadSharers, model: nn.Module, make: Callable[[], Mode], losses: Losses) -> list[Gradients]:
     model, mode, found = copy.deepcopy(model), make(), []
-    mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+    attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
     for of_step in losses:
-        with mode.step():
-            mode.accumulate([partial(of_step[sharers.number], model)])
-        summed = mode.summed_parameters()
+        with attached.step():
+            attached.accumulate([partial(of_step[sharers.number], model)])
+        summed = attached.summed_parameters()
         for parameter in model.parameters():
             if parameter not in summed:
                 sum_over(sharers, parameter)
@@ -43,7 +43,7 @@ def _shared(sharers: ThreadSharers, model: nn.Module, make: Callable[[], Mode], 
         sharers.laid_down(None)
         model.zero_grad(set_to_none=True)
     sharers.laid_down(None)
-    mode.detach()
+    attached.detach()
     return found
 
 

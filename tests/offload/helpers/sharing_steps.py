@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Attached, AttachOptions
 from offload.optimizer.adamw import HostAdamW
 from offload.speculation.trials import Speculation
 from offload.streams.counters import Counters
@@ -39,7 +40,7 @@ class Sharer:
 
     sharers: ThreadSharers
     model: nn.Module
-    mode: object
+    attached: Attached
     optimizer: HostAdamW
     microbatches: int
     clip_norm: float | None
@@ -58,24 +59,24 @@ class Sharer:
             given = stack_inputs(step, microbatch).to(next(self.model.parameters()).dtype)
             return change(step, microbatch, self.model(given).float().square().mean() / count)
 
-        with self.mode.step(norms=True):
-            self.losses += self.mode.accumulate([functools.partial(loss_of, i) for i in range(self.microbatches)])
+        with self.attached.step(norms=True):
+            self.losses += self.attached.accumulate([functools.partial(loss_of, i) for i in range(self.microbatches)])
         if waits:
             self.wait_for_worker()
 
     def wait_for_worker(self) -> None:
-        overlap = getattr(getattr(self.mode, "weights", self.mode), "_overlap", None)
+        overlap = getattr(self.attached, "_overlap", None)
         while overlap is not None and is_busy(overlap._worker):
             time.sleep(0.0005)
 
     def update(self, step: int) -> float:
         """Sums what is not summed yet, and ends the step as the loop does; returns the norm."""
-        summed = self.mode.summed_parameters()
+        summed = self.attached.summed_parameters()
         for parameter in self.model.parameters():
             if parameter not in summed:
                 first, *others = self.sharers.laid_down(parameter.grad.clone())
                 parameter.grad.copy_(functools.reduce(Tensor.add_, others, first.clone()))
-        norm = gradient_norm(self.model, self.mode.gradient_norms())
+        norm = gradient_norm(self.model, self.attached.gradient_norms())
         if math.isfinite(norm):
             self.optimizer.step(scale=clip_scale(norm, self.clip_norm))
         else:
@@ -99,7 +100,7 @@ class Sharer:
 
     @property
     def counters(self) -> Counters:
-        return self.mode.counters()
+        return self.attached.counters()
 
 
 @contextmanager
@@ -116,13 +117,12 @@ def sharing(
 ) -> Iterator[Sharer]:
     """Attaches a copy of `model` to `mode` for the length of the block; yields the sharer that trains it."""
     model, mode = copy.deepcopy(model), mode or LayerStream(slots=2)
-    mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+    attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
     optimizer = host_adamw(model, **{"speculate": "on"} | options)
-    mode.divide(optimizer)
     limit = math.inf if clip_norm is None else clip_norm
-    mode.overlap(optimizer, False, device_share, Speculation(limit, undo_bytes))
+    attached.overlap(optimizer, False, device_share, Speculation(limit, undo_bytes))
     optimizer.allocate()
-    yield Sharer(sharers, model, mode, optimizer, microbatches, clip_norm)
+    yield Sharer(sharers, model, attached, optimizer, microbatches, clip_norm)
     # Others may still read what is shared.
     sharers.laid_down(None)
-    mode.detach()
+    attached.detach()

@@ -11,7 +11,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from tests.offload.helpers.foreign import InBlock, same_as_resident
+from tests.offload.helpers.foreign import InBlock, same_as_resident, trained
 
 MODES = {
     "bounce_linear": lambda: BounceLinear(outside="stream", slots=8),
@@ -43,6 +43,7 @@ def built(info: ModuleInfo, case) -> nn.Module:
 def check(info: ModuleInfo, device: str = "cpu") -> None:
     """A module trains under every mode as it does resident, bit for bit."""
     for case in samples(info):
+        calls = [(case.forward_input.args, case.forward_input.kwargs)] * 2
+        expected, _ = trained(built(info, case), Resident(), calls, device=device)
         for make in MODES.values():
-            calls = [(case.forward_input.args, case.forward_input.kwargs)] * 2
-            same_as_resident(built(info, case), make(), calls, device=device)
+            same_as_resident(built(info, case), make(), calls, device=device, expected=expected)

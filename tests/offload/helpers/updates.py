@@ -16,13 +16,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Attached, AttachOptions
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
 from offload.speculation.trials import Speculation
 from offload.speculation.updates import SpeculativeOverlap
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs, under
 from tests.offload.helpers.optimizers import SETTINGS
 from training.run.loop import clip_scale, gradient_norm
 
@@ -64,24 +65,32 @@ def host_adamw(model: nn.Module, **options) -> HostAdamW:
 
 @contextmanager
 def updating(
-    mode, model: nn.Module, early: bool, device_share: int = 0, speculation: Speculation | None = None, **options
-) -> Iterator[HostAdamW]:
-    """Attaches `model` to `mode` for the length of the block; yields the optimizer that updates it beside the step."""
-    with attached(mode, model):
+    mode,
+    model: nn.Module,
+    early: bool,
+    device_share: int = 0,
+    speculation: Speculation | None = None,
+    releases: bool = False,
+    **options,
+) -> Iterator[tuple[Attached, HostAdamW]]:
+    """Attaches `mode` to `model` for the length of the block; the optimizer that it yields updates beside the step."""
+    with under(mode, model, options=AttachOptions(release_gradients=releases)) as attached:
         optimizer = host_adamw(model, **options)
-        mode.overlap(optimizer, early, device_share, speculation)
-        yield optimizer
+        attached.overlap(optimizer, early, device_share, speculation)
+        yield attached, optimizer
 
 
-def one_step(model: nn.Module, mode, step: int = 0, microbatches: int = 1, inputs=stack_inputs, norms: bool = False):
+def one_step(
+    model: nn.Module, attached: Attached, step: int = 0, microbatches: int = 1, inputs=stack_inputs, norms: bool = False
+):
     def loss_of(microbatch: int) -> torch.Tensor:
         torch.manual_seed(100 * step + microbatch)
         given = inputs(step, microbatch)
         given = given.to(next(model.parameters()).dtype) if given.is_floating_point() else given
         return model(given).float().square().mean() / microbatches
 
-    with mode.step(norms=norms):
-        return mode.accumulate([functools.partial(loss_of, index) for index in range(microbatches)])
+    with attached.step(norms=norms):
+        return attached.accumulate([functools.partial(loss_of, index) for index in range(microbatches)])
 
 
 def train(
@@ -98,25 +107,24 @@ def train(
     releases: bool = False,
     inputs=stack_inputs,
     device: str = "cpu",
-    after_step: Callable[[HostAdamW], list[torch.Tensor]] = lambda optimizer: [],
+    after_step: Callable[[Attached, HostAdamW], list[torch.Tensor]] = lambda attached, optimizer: [],
     **options,
 ) -> list[torch.Tensor]:
     """Returns every loss and result of `after_step`, and at the end the optimizer's state, weights and buffers."""
     seen = []
-    mode.release_gradients(releases)
-    with attached(mode, model, device):
+    with under(mode, model, device, AttachOptions(release_gradients=releases)) as attached:
         optimizer = host_adamw(model, **options)
         if overlaps:
-            mode.overlap(optimizer, early, device_share, speculation)
+            attached.overlap(optimizer, early, device_share, speculation)
         schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1 / (step + 1)))
         for step in range(steps):
-            seen += one_step(model, mode, step, microbatches, inputs, norms=clip_norm is not None)
-            norm = gradient_norm(model, mode.gradient_norms()) if clip_norm is not None else 0.0
+            seen += one_step(model, attached, step, microbatches, inputs, norms=clip_norm is not None)
+            norm = gradient_norm(model, attached.gradient_norms()) if clip_norm is not None else 0.0
             if math.isfinite(norm):
                 optimizer.step(scale=clip_scale(norm, clip_norm))
             else:
                 optimizer.skip()
-            seen += after_step(optimizer)
+            seen += after_step(attached, optimizer)
             optimizer.zero_grad()
             schedule.step()
     return seen + states_of(optimizer) + [tensor.detach().clone() for tensor in model.state_dict().values()]

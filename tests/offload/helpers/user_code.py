@@ -14,11 +14,13 @@ from torch import nn
 from offload.activations.checkpointing import recompute
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Attached
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from tests.offload.helpers.models import Stack, attached, same_bits, stack_inputs
+from tests.offload.helpers import models
+from tests.offload.helpers.models import Stack, same_bits, stack_inputs
 
 MODES = {
     "bounce_linear": lambda: BounceLinear(outside="stream", slots=8),
@@ -39,15 +41,15 @@ EVERY_MODE_OR_NONE = pytest.mark.parametrize(
 )
 # Where scenarios run; a fixture of theirs sets it.
 DEVICE = "cpu"
-# A scenario uses a model and a mode, and returns what it saw.
+# A scenario uses a model that is attached, and what `attach` returned, and returns what it saw.
 Scenario = Callable[[nn.Module, object], list[torch.Tensor | None]]
 
 
 @contextmanager
-def under(mode, model: nn.Module) -> Iterator[None]:
+def under(mode, model: nn.Module) -> Iterator[Attached]:
     """Attaches `mode` to `model` on the device of the scenarios, on which tensors are made meanwhile."""
-    with attached(mode, model, DEVICE), torch.device(DEVICE):
-        yield
+    with models.under(mode, model, DEVICE) as attached, torch.device(DEVICE):
+        yield attached
 
 
 class Chain(nn.Module):
@@ -95,9 +97,9 @@ def descend(model: nn.Module) -> None:
     model.zero_grad()
 
 
-def train_step(model: nn.Module, mode, step: int = 0, inputs: torch.Tensor | None = None) -> torch.Tensor:
+def train_step(model: nn.Module, attached, step: int = 0, inputs: torch.Tensor | None = None) -> torch.Tensor:
     """One step of plain SGD; returns the loss."""
-    with mode.step():
+    with attached.step():
         loss = model(stack_inputs(step, 0) if inputs is None else inputs).square().mean()
         loss.backward()
     descend(model)
@@ -131,8 +133,8 @@ def same_as_resident(make: Callable, scenario: Scenario, build: Callable[[], nn.
         expected = scenario(twin, NoMode)
     torch.manual_seed(1)
     mode = make()
-    with under(mode, model):
-        found = scenario(model, mode)
+    with under(mode, model) as attached:
+        found = scenario(model, attached)
     assert len(found) == len(expected)
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         if one is None or other is None:

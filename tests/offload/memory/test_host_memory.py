@@ -21,7 +21,7 @@ from torch import nn
 from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, aligned, lock_pages, unlock_pages
 from offload.modes.bounce_linear import BounceLinear
 from tests import ROOT
-from tests.offload.helpers.models import Stack, attached
+from tests.offload.helpers.models import Stack, under
 from tests.offload.helpers.page_locks import ALREADY_REGISTERED, FakeRuntime, is_mapped
 
 GPU = torch.device("cuda")
@@ -71,14 +71,14 @@ def test_a_model_larger_than_free_memory_is_refused_before_anything_is_allocated
     parameters = [p.data_ptr() for p in model.parameters()]
     with (
         pytest.raises(MemoryError, match=r"0\.00 GiB of host memory are needed, 0\.00 GiB are free"),
-        attached(BounceLinear(), model),
+        under(BounceLinear(), model),
     ):
         pass
     assert [p.data_ptr() for p in model.parameters()] == parameters
     with torch.device("meta"):
         large = nn.Sequential(*(nn.Linear(2**16, 2**16) for _ in range(16)))
     monkeypatch.undo()
-    with pytest.raises(MemoryError, match=r"512\.\d\d GiB of host memory are needed"), attached(BounceLinear(), large):
+    with pytest.raises(MemoryError, match=r"512\.\d\d GiB of host memory are needed"), under(BounceLinear(), large):
         pass
     assert all(p.is_meta for p in large.parameters())
 

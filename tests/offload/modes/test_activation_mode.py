@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload.errors import KnobError
-from offload.modes.activation_mode import ActivationMode
+from offload.modes.activation_mode import ActivationMode, MovedActivations
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
@@ -17,14 +17,20 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.streams.counters import Counters
-from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
+from tests.offload.helpers.models import Stack, same_as_resident, stack_inputs, under
 
 
 @dataclass(kw_only=True, eq=False)
 class Watching(ActivationMode):
+    def activations(self, model, streams):
+        return Watched(model)
+
+
+class Watched(MovedActivations):
     """Notes what it is called for."""
 
-    def prepare(self, model, streams):
+    def __init__(self, model):
+        super().__init__(model)
         self.seen = []
 
     @contextmanager
@@ -41,19 +47,19 @@ class Watching(ActivationMode):
         yield
         self.seen.append("end")
 
-    def activation_counters(self) -> Counters:
+    def counters(self) -> Counters:
         return Counters(swapped_bytes=5, host_pageable_bytes=7)
 
 
 def test_contexts_are_open_around_calls_in_steps_with_gradients_only():
     mode, model = Watching(Resident()), Stack()
-    with attached(mode, model):
+    with under(mode, model) as attached:
         with torch.no_grad():
             model(stack_inputs(0, 0))
-        assert mode.seen == []
-        with mode.step():
+        assert attached.activations.seen == []
+        with attached.step():
             model(stack_inputs(0, 0)).sum().backward()
-        assert mode.seen == ["begin", "open", "close", "end"]
+        assert attached.activations.seen == ["begin", "open", "close", "end"]
 
 
 @pytest.mark.parametrize("mode", [TensorSwap, SaveOnCpu])
@@ -62,14 +68,14 @@ def test_contexts_are_open_around_calls_in_steps_with_gradients_only():
 def test_a_forward_with_gradients_outside_of_a_step_is_refused(mode: type, weights: type, trains: str):
     """It would move nothing, and nobody would know."""
     made, model, inputs = mode(weights()), Stack(), stack_inputs(0, 0)
-    with attached(made, model):
+    with under(made, model) as attached:
         model.requires_grad_(trains == "parameters")
         inputs.requires_grad_(trains == "inputs")
         with pytest.raises(
-            RuntimeError, match=r"^forward with gradients outside a step: wrap .* `with mode\.step\(\):`"
+            RuntimeError, match=r"^forward with gradients outside a step: wrap .* `with attached\.step\(\):`"
         ):
             model(inputs)
-        with made.step():
+        with attached.step():
             model(inputs).sum().backward()
         model.requires_grad_(False)
         assert not model(inputs.detach()).requires_grad
@@ -77,8 +83,8 @@ def test_a_forward_with_gradients_outside_of_a_step_is_refused(mode: type, weigh
 
 def test_backward_may_come_after_the_step():
     model, mode = Stack(recompute="non-reentrant"), TensorSwap(Resident())
-    with attached(mode, model):
-        with mode.step():
+    with under(mode, model) as attached:
+        with attached.step():
             loss = model(stack_inputs(0, 0)).sum()
         loss.backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -90,9 +96,9 @@ def test_after_an_attach_that_failed_the_model_is_as_it_was_found(mode: type, mo
         raise ZeroDivisionError
 
     model, made = Stack(), mode(LayerStream())
-    monkeypatch.setattr(mode, "prepare", fail)
+    monkeypatch.setattr(mode, "activations", fail)
     before = [set(vars(module)) for module in model.modules()]
-    with pytest.raises(ZeroDivisionError), attached(made, model):
+    with pytest.raises(ZeroDivisionError), under(made, model):
         pass
     assert [set(vars(module)) for module in model.modules()] == before
     monkeypatch.undo()
@@ -103,11 +109,13 @@ def test_everything_about_weights_is_left_to_their_mode():
     weights = LayerStream(slots=1)
     mode, model = Watching(weights), Stack()
     same_as_resident(model, mode)
-    with attached(mode, model):
-        with mode.step(norms=True):
-            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
-        assert mode.gradient_norms() == weights.gradient_norms() != {}
-        assert mode.counters() == weights.counters() + Counters(swapped_bytes=5, host_pageable_bytes=7)
+    with under(mode, model) as attached:
+        with attached.step(norms=True):
+            attached.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
+        assert attached.gradient_norms().keys() == set(model.blocks.parameters())
+        moved = attached._streamer.counters()
+        assert moved.h2d_bytes > 0
+        assert attached.counters() == moved + Counters(swapped_bytes=5, host_pageable_bytes=7)
     assert mode.footprint(model) == weights.footprint(model)
     assert Watching(ShardOffload()).recomputes
     assert not Watching(ShardOffload(checkpoint=False)).recomputes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 
 import pytest
 import torch
@@ -19,12 +18,12 @@ from tests.offload.helpers.models import (
     Shared,
     Stack,
     assert_same,
-    attached,
     normal,
     same_as_resident,
     stack_inputs,
     tokens,
     train,
+    under,
 )
 
 
@@ -44,8 +43,8 @@ def test_equals_resident_under_autocast():
         same_as_resident(Autocast(recompute=recompute), BounceLinear(slots=1))
 
 
-@pytest.mark.parametrize("amount", ["3", "40%", "3KiB", 9])
-def test_equals_resident_with_some_layers_resident(amount: str | int):
+@pytest.mark.parametrize("amount", ["40%", "3KiB"])
+def test_equals_resident_with_some_layers_resident(amount: str):
     same_as_resident(Stack(), BounceLinear(slots=2, resident=amount))
 
 
@@ -53,10 +52,10 @@ def test_resident_layers_are_not_copied():
     moved = []
     for amount in (0, "50%", "100%"):
         mode, model = BounceLinear(slots=1, resident=amount), Stack()
-        with attached(mode, model):
-            with mode.step():
+        with under(mode, model) as attached:
+            with attached.step():
                 model(stack_inputs(0, 0)).sum().backward()
-            moved.append(mode.counters().h2d_bytes)
+            moved.append(attached.counters().h2d_bytes)
     assert moved[0] > 1.5 * moved[1] > 0
     assert moved[2] == 0
 
@@ -68,11 +67,11 @@ def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
     same_as_resident(copy.deepcopy(model), BounceLinear(slots=2))
     mode = BounceLinear(slots=1)
     plan = mode.footprint(model)
-    with attached(mode, model):
-        with mode.step():
+    with under(mode, model) as attached:
+        with attached.step():
             model(stack_inputs(0, 0)).sum().backward()
         assert model.stem.weight.grad is None
-        assert mode.counters().d2h_bytes == sum(
+        assert attached.counters().d2h_bytes == sum(
             p.nbytes for module in model.modules() if isinstance(module, nn.Linear)
             for p in module.parameters() if p.requires_grad
         )  # fmt: skip
@@ -80,7 +79,7 @@ def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
             p.nbytes for p in (model.stem, model.blocks[0].up, model.blocks[0].down) for p in p.parameters()
         )
         # Forward reads everything, backward no frozen layer, since nothing before them trains.
-        assert mode.counters().h2d_bytes <= plan.h2d_bytes - frozen_bytes
+        assert attached.counters().h2d_bytes <= plan.h2d_bytes - frozen_bytes
 
 
 @pytest.mark.parametrize("recompute", [None, "non-reentrant"])
@@ -93,56 +92,11 @@ def test_parameters_outside_layers_stream_with_the_layer_that_follows(slots: int
     same_as_resident(model, mode)
 
 
-class Quantised(nn.Linear):
-    """A frozen layer that keeps its weight in int8 with a scale per row, as buffers."""
-
-    def __init__(self, width: int):
-        super().__init__(width, width)
-        scale = self.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("scale", scale)
-        self.register_buffer("quantised", (self.weight.detach() / scale).round().to(torch.int8))
-        del self.weight
-        self.bias.requires_grad = False
-
-    def forward(self, hidden):
-        assert self.quantised.dtype == torch.int8
-        return F.linear(hidden, self.quantised.to(hidden.dtype) * self.scale, self.bias)
-
-
-class Adapted(nn.Module):
-    """A low-rank adapter (Hu et al. 2021) around a layer."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, hidden):
-        return self.base(hidden) + self.up(self.down(hidden))
-
-
-def test_adapters_on_quantised_layers():
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Adapted(Quantised(8)) for _ in range(3)))
-
-    assert_same(train(model(), BounceLinear(slots=2), stack_inputs), train(model(), Resident(), stack_inputs))
-    mode, adapted = BounceLinear(slots=2), model()
-    with attached(mode, adapted):
-        with mode.step():
-            adapted(stack_inputs(0, 0)).sum().backward()
-        # Quantised weights come in as int8. Only the adapters' gradients go out, and buffers that forward could train.
-        adapters = sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
-        scales = sum(b.nbytes for name, b in adapted.named_buffers() if name.endswith("scale"))
-        assert mode.counters().d2h_bytes == adapters + scales
-
-
 def test_shared_and_tied_weights_have_one_home():
     mode, model = BounceLinear(slots=2), Shared()
     same_as_resident(model, mode, tokens)
     assert mode.footprint(model).host_weight_bytes == 256 * 3
-    with attached(mode, model):
+    with under(mode, model):
         assert model.again.weight is model.layer.weight
         assert model.head.weight is model.embed.weight
 
@@ -189,7 +143,7 @@ def test_keyword_input_and_root_linear():
     inputs = stack_inputs(0, 0)
     expected = model(inputs)
     mode = BounceLinear()
-    with attached(mode, model), torch.no_grad():
+    with under(mode, model), torch.no_grad():
         assert torch.equal(model(input=inputs), expected)
 
 
@@ -226,10 +180,10 @@ def test_a_weight_unpacked_before_the_recompute_that_its_operation_starts(slots:
 def test_too_few_slots_for_nested_windows_are_refused():
     model = nn.ModuleDict({"outer": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
     model["outer"].forward = lambda hidden: model["other"](hidden) @ model["outer"].weight
-    with attached(BounceLinear(slots=2), model), torch.no_grad():
+    with under(BounceLinear(slots=2), model), torch.no_grad():
         model["outer"](torch.ones(8))
     with (
-        attached(BounceLinear(slots=1), model),
+        under(BounceLinear(slots=1), model),
         torch.no_grad(),
         pytest.raises(
             RuntimeError, match=r"a device slot is needed while all 1 are in use by outer: give the mode more slots"
@@ -270,20 +224,14 @@ def test_include_and_exclude_choose_layers():
 def test_held_and_moved_bytes_are_those_of_the_footprint():
     model, mode = Stack(), BounceLinear(slots=3)
     plan = mode.footprint(model)
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for _ in range(2):
-            before = mode.counters()
-            with mode.step():
+            before = attached.counters()
+            with attached.step():
                 model(stack_inputs(0, 0)).sum().backward()
             model.zero_grad()
-            after = mode.counters()
+            after = attached.counters()
             assert 0 < after.h2d_bytes - before.h2d_bytes <= plan.h2d_bytes
         streamed = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
         assert after.d2h_bytes - before.d2h_bytes == streamed
         assert after.host_pageable_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
-
-
-def test_nothing_is_warned_about():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(Stack(recompute="non-reentrant"), BounceLinear())

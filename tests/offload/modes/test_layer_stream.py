@@ -14,10 +14,10 @@ from offload.modes.layer_stream import LayerStream
 from tests.offload.helpers.models import (
     Block,
     Stack,
-    attached,
     normal,
     same_as_resident,
     stack_inputs,
+    under,
     with_copy,
 )
 
@@ -71,11 +71,11 @@ def test_evaluation_uses_running_statistics():
         model(images)
     model.eval()
     expected = model(images)
-    with attached(mode, model), torch.no_grad():
-        before = mode.counters().d2h_bytes
+    with under(mode, model) as attached, torch.no_grad():
+        before = attached.counters().d2h_bytes
         assert torch.equal(model(images), expected)
         # The counters move in evaluation too, the statistics do not.
-        assert mode.counters().d2h_bytes - before == 4 * 8
+        assert attached.counters().d2h_bytes - before == 4 * 8
 
 
 class BareParameters(nn.Module):
@@ -99,24 +99,6 @@ class BareParameters(nn.Module):
         for block in self.blocks:
             hidden = block(hidden + self.shift)
         return hidden
-
-
-def test_bare_parameters_with_checkpointing_wrapped_around_a_blocks_forward_are_read_from_slots():
-    """The recompute must open the window again: it multiplies with the parameter in the slot, not with the host's."""
-    model, mode = BareParameters(), LayerStream(slots=1)
-    seen = []
-    with attached(mode, model):
-        slot_bytes = {slot.bytes.untyped_storage().data_ptr() for slot in mode._streamer._slots}
-        for block in model.blocks:
-            inner = block.forward
-            block.forward = lambda hidden, inner=inner: checkpoint(inner, hidden, use_reentrant=False)
-            block.layer.register_forward_pre_hook(
-                lambda _, __, block=block: seen.append(block.scale.untyped_storage().data_ptr())
-            )
-        with mode.step():
-            model(stack_inputs(0, 0)).sum().backward()
-    assert len(seen) == 6
-    assert set(seen) <= slot_bytes
 
 
 class TwoTowers(nn.Module):
@@ -155,7 +137,7 @@ class Recurrent(nn.Module):
 
 def test_recurrent_layers_compute_with_the_slot():
     model, mode = Recurrent(), LayerStream(slots=1)
-    with attached(mode, model), torch.no_grad():
+    with under(mode, model), torch.no_grad():
         expected = model(normal(2, 4, 8)(0, 0))
         layer = model.layers[0]
         inside = {}
@@ -187,18 +169,18 @@ def test_transformer_encoder_fast_path_in_evaluation():
     inputs = normal(2, 5, 8)(0, 0)
     with torch.no_grad():
         expected = model(inputs)
-        with attached(LayerStream(slots=1), model):
+        with under(LayerStream(slots=1), model):
             assert torch.equal(model(inputs), expected)
 
 
 def test_generation_under_inference_mode_and_training_take_turns():
     streamed, resident = with_copy(Stack())
     mode = LayerStream(slots=2)
-    with attached(mode, streamed):
+    with under(mode, streamed) as attached:
         for step in range(3):
             with torch.inference_mode():
                 assert torch.equal(streamed(stack_inputs(step, 0)), resident(stack_inputs(step, 0)))
-            with mode.step():
+            with attached.step():
                 streamed(stack_inputs(step, 1)).square().mean().backward()
             resident(stack_inputs(step, 1)).square().mean().backward()
             for model in (streamed, resident):
@@ -211,30 +193,30 @@ def test_slots_bound_what_is_on_the_device():
     model = Stack(depth=8, recompute="non-reentrant")
     plan = mode.footprint(model)
     assert plan.slot_bytes == 2 * plan.largest_unit_bytes
-    with attached(mode, model), mode.step():
+    with under(mode, model) as attached, attached.step():
         model(stack_inputs(0, 0)).sum().backward()
-        assert mode._streamer._slots.nbytes == plan.slot_bytes
+        assert attached._streamer._slots.nbytes == plan.slot_bytes
 
 
 def test_forward_moves_each_block_once_and_the_turn_saves_the_last():
     mode, model = LayerStream(slots=2), Stack(depth=6)
     unit = mode.footprint(model).largest_unit_bytes
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for _ in range(2):
-            before = mode.counters().h2d_bytes
-            with mode.step():
+            before = attached.counters().h2d_bytes
+            with attached.step():
                 loss = model(stack_inputs(0, 0)).sum()
-                assert mode.counters().h2d_bytes - before == 6 * unit
+                assert attached.counters().h2d_bytes - before == 6 * unit
                 loss.backward()
-            assert mode.counters().h2d_bytes - before == (6 + 6 - 2) * unit
+            assert attached.counters().h2d_bytes - before == (6 + 6 - 2) * unit
             model.zero_grad()
 
 
 def test_copies_are_named_in_a_profile():
     model, mode = Stack(), LayerStream(slots=2)
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for _ in range(2):
-            with torch.profiler.profile() as profile, mode.step():
+            with torch.profiler.profile() as profile, attached.step():
                 model(stack_inputs(0, 0)).sum().backward()
     names = {event.name for event in profile.events()}
     assert "copy in blocks.0" in names

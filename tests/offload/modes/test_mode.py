@@ -12,7 +12,8 @@ from offload.knobs import explanations, knob
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.mode import Mode
 from offload.streams.counters import Counters
-from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs, with_copy
+from offload.streams.stream_checker import CheckedStreams
+from tests.offload.helpers.models import Stack, same_as_resident, stack_inputs, under, with_copy
 from tests.offload.helpers.modes import mode_classes, small
 
 MODES = sorted(mode_classes())
@@ -41,29 +42,32 @@ class TestEveryMode:
         assert len(plan.resident) + sum(map(len, plan.trained)) == len(list(model.parameters()))
         assert not any("forward" in vars(module) for module in model.modules())
 
-    def test_takes_one_model_at_a_time(self, name: str):
-        mode = small(name)
-        with attached(mode, Stack()), pytest.raises(RuntimeError, match="has a model already"):
-            mode.attach(Stack(), None)
+    def test_serves_several_models_and_each_model_has_one_mode(self, name: str):
+        mode, first, second = small(name), Stack(), Stack()
+        with under(mode, first), under(mode, second) as attached:
+            with pytest.raises(RuntimeError, match="is attached already, to the mode"):
+                mode.attach(first, CheckedStreams(torch.device("cpu")))
+            with attached.step():
+                second(stack_inputs(0, 0)).sum().backward()
 
     def test_has_no_gradients_in_inference_and_the_numbers_of_the_resident_model(self, name: str):
         model, resident = with_copy(Stack())
         expected = [resident(stack_inputs(0, index)).detach() for index in range(3)]
-        with attached(mode := small(name), model):
-            with mode.inference():
+        with under(small(name), model) as attached:
+            with attached.inference():
                 found = [model(stack_inputs(0, index)) for index in range(3)]
             assert torch.is_grad_enabled()
-            assert mode.counters().d2h_bytes == 0
+            assert attached.counters().d2h_bytes == 0
         assert not any(tensor.requires_grad for tensor in found)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
     def test_counts_what_it_copies(self, name: str):
         model, mode = Stack(), small(name)
-        with attached(mode, model):
-            before = mode.counters()
-            with mode.step():
+        with under(mode, model) as attached:
+            before = attached.counters()
+            with attached.step():
                 model(stack_inputs(0, 0)).sum().backward()
-            moved = mode.counters() - before
+            moved = attached.counters() - before
         assert (moved.d2h_bytes > 0) == (name != "none")
 
 
@@ -73,10 +77,10 @@ def test_a_mode_that_overrides_nothing_is_the_resident_one():
         pass
 
     mode, model = Nothing(), Stack().to("meta")
-    with attached(mode, model):
+    with under(mode, model) as attached:
         assert all(p.device.type == "cpu" for p in model.parameters())
-        assert mode.counters() == Counters()
-        assert mode.gradient_norms() == {}
+        assert attached.counters() == Counters()
+        assert attached.gradient_norms() == {}
     same_as_resident(Stack(dropout=0.2), Nothing())
     assert not mode.recomputes
 
@@ -108,6 +112,6 @@ def test_activation_modes_stand_on_every_other_mode():
     for mode in over:
         for name in MODES:
             if not issubclass(mode_classes()[name], ActivationMode):
-                with attached(made := mode(small(name)), model := Stack()), made.step():
+                with under(mode(small(name)), model := Stack()) as attached, attached.step():
                     model(stack_inputs(0, 0)).sum().backward()
                 assert all(torch.isfinite(p.grad).all() for p in model.parameters())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from offload.modes.none import Resident
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs, under
 
 
 def test_a_step_moves_nothing_and_gradients_are_on_the_device():
     model, mode = Stack(), Resident()
-    with attached(mode, model):
-        before = mode.counters()
-        with mode.step(norms=True):
-            (loss,) = mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
+    with under(mode, model) as attached:
+        before = attached.counters()
+        with attached.step(norms=True):
+            (loss,) = attached.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
         assert not loss.requires_grad
-        assert mode.counters() == before
+        assert attached.counters() == before
         assert all(p.grad is not None for p in model.parameters())
 
 

@@ -18,11 +18,11 @@ from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import (
     Stack,
     assert_same,
-    attached,
     normal,
     same_as_resident,
     stack_inputs,
     train,
+    under,
     with_copy,
 )
 
@@ -41,14 +41,20 @@ def test_equals_resident(shards: int, checkpoint: bool, boundary: str, microbatc
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("resident", [0, 2, "50%"])
-def test_equals_resident_with_few_slots_and_resident_shards(slots: int, resident: int | str):
+@pytest.mark.parametrize("resident", [0, 2])
+def test_equals_resident_with_few_slots_and_resident_shards(slots: int, resident: int):
     same_as_resident(Stack(), ShardOffload(shards=4, slots=slots, resident=resident), microbatches=3)
 
 
-@pytest.mark.parametrize("microbatches", [1, 5])
-@pytest.mark.parametrize("checkpoint", [True, False])
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("precision", "checkpoint", "microbatches"),
+    [
+        (torch.float32, True, 5),
+        (torch.float32, False, 1),
+        (torch.bfloat16, True, 1),
+        (torch.bfloat16, False, 5),
+    ],
+)
 def test_a_sequential_of_linear_layers(precision: torch.dtype, checkpoint: bool, microbatches: int):
     """The model of fairscale's own test, with random inputs, over several steps."""
 
@@ -113,9 +119,9 @@ def test_keywords_masks_integers_and_nested_values(checkpoint: bool, microbatche
 def test_gradients_flow_to_what_trains_upstream(microbatches: int):
     def run(model, mode) -> list[torch.Tensor]:
         upstream = torch.linspace(-1, 1, 40).reshape(5, 8).requires_grad_()
-        with attached(mode, model), mode.step():
+        with under(mode, model) as attached, attached.step():
             prepared = [torch.sin(upstream * (index + 1)) for index in range(microbatches)]
-            mode.accumulate([lambda x=x: model(x).square().sum() for x in prepared])
+            attached.accumulate([lambda x=x: model(x).square().sum() for x in prepared])
             return [upstream.grad.clone()]
 
     sharded, resident = with_copy(Stack())
@@ -153,9 +159,9 @@ def test_frozen_and_tied_weights(resident: int, checkpoint: bool, microbatches: 
 def test_modules_hold_their_own_parameters_after_a_step():
     model, mode = Tied(), ShardOffload(shards=2, resident=1)
     held = list(model.parameters())
-    with attached(mode, model):
-        with mode.step():
-            mode.accumulate([lambda i=i: model(stack_inputs(0, i)).mean() for i in range(2)])
+    with under(mode, model) as attached:
+        with attached.step():
+            attached.accumulate([lambda i=i: model(stack_inputs(0, i)).mean() for i in range(2)])
         assert all(one is other for one, other in zip(model.parameters(), held, strict=True))
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
@@ -177,8 +183,8 @@ def test_autocast_reaches_every_microbatch(around: str, cache: bool, checkpoint:
         torch.manual_seed(0)
         # No part of the model, so that no mode has a hand in it.
         stem = nn.Linear(8, 8)
-        with attached(mode, model), mode.step(), autocast("the microbatches"):
-            losses = mode.accumulate([functools.partial(loss, index) for index in range(3)])
+        with under(mode, model) as attached, attached.step(), autocast("the microbatches"):
+            losses = attached.accumulate([functools.partial(loss, index) for index in range(3)])
         return [*losses, *(p.grad.clone() for p in (*model.parameters(), *stem.parameters()))]
 
     sharded, resident = with_copy(Stack())
@@ -187,14 +193,14 @@ def test_autocast_reaches_every_microbatch(around: str, cache: bool, checkpoint:
 
 def weight_bytes(mode: ShardOffload, model: nn.Module, microbatches: int) -> float:
     """Returns the bytes of weights that were copied in during the third step."""
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for step in range(3):
-            before = mode.counters()
-            with mode.step():
+            before = attached.counters()
+            with attached.step():
                 batches = [stack_inputs(step, index) for index in range(microbatches)]
-                mode.accumulate([lambda batch=batch: model(batch).mean() for batch in batches])
+                attached.accumulate([lambda batch=batch: model(batch).mean() for batch in batches])
             model.zero_grad()
-        after = mode.counters()
+        after = attached.counters()
     moved = after - before
     return moved.h2d_bytes - moved.activation_h2d_bytes
 
@@ -219,12 +225,12 @@ def test_boundary_activations_are_on_the_host_between_forward_and_backward():
     copied_out = {}
     for boundary in ("host", "device"):
         model, mode = Stack(), ShardOffload(shards=4, boundary=boundary)
-        with attached(mode, model):
-            with mode.step():
+        with under(mode, model) as attached:
+            with attached.step():
                 loss = model(stack_inputs(0, 0)).mean()
-                copied_out[boundary] = mode.counters().activation_d2h_bytes
+                copied_out[boundary] = attached.counters().activation_d2h_bytes
                 loss.backward()
-            after = mode.counters()
+            after = attached.counters()
         assert after.activation_h2d_bytes <= after.activation_d2h_bytes
     assert copied_out == {"host": 4 * 5 * 16 * 4, "device": 0}
 
@@ -238,13 +244,13 @@ def test_an_error_in_one_microbatch_leaves_nothing_behind():
         raise ArithmeticError("of the user")
 
     model = sharded
-    with attached(mode, sharded):
+    with under(mode, sharded) as attached:
         for _ in range(2):
-            with pytest.raises(ArithmeticError, match="of the user"), mode.step():
-                mode.accumulate([lambda: model(stack_inputs(0, 0)).mean(), fails])
+            with pytest.raises(ArithmeticError, match="of the user"), attached.step():
+                attached.accumulate([lambda: model(stack_inputs(0, 0)).mean(), fails])
             assert all(p.grad is None for p in sharded.parameters())
-        with mode.step():
-            mode.accumulate([lambda i=i: model(stack_inputs(0, i)).mean() for i in range(2)])
+        with attached.step():
+            attached.accumulate([lambda i=i: model(stack_inputs(0, i)).mean() for i in range(2)])
         gradients = [p.grad.clone() for p in sharded.parameters()]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep")]
     for index in range(2):
@@ -293,7 +299,7 @@ def test_shards_are_packed_by_bytes():
 
 def test_a_step_without_microbatches_changes_nothing():
     model = Stack()
-    with attached(mode := ShardOffload(shards=2), model):
-        with mode.step():
-            assert mode.accumulate([]) == []
+    with under(ShardOffload(shards=2), model) as attached:
+        with attached.step():
+            assert attached.accumulate([]) == []
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -16,11 +16,11 @@ from tests.offload.helpers.models import (
     Shared,
     Stack,
     assert_same,
-    attached,
     same_as_resident,
     stack_inputs,
     tokens,
     train,
+    under,
     with_copy,
 )
 from tests.offload.helpers.modes import WEIGHTS, recomputing
@@ -44,11 +44,11 @@ def test_equals_resident_with_blocks_that_are_recomputed_after_attaching(weights
 
     swapped, resident = with_copy(Stack(dropout=0.3))
     mode = recomputing(TensorSwap(WEIGHTS[weights]()))
-    with attached(mode, swapped):
-        with mode.step():
+    with under(mode, swapped) as attached:
+        with attached.step():
             swapped(stack_inputs(0, 0)).sum().backward()
         # The inputs of the blocks and of the head.
-        assert mode.counters().swapped_bytes == 5 * (5 * 16 * 4)
+        assert attached.counters().swapped_bytes == 5 * (5 * 16 * 4)
         swapped.zero_grad()
     assert_same(train(swapped, recomputing(TensorSwap(WEIGHTS[weights]()))), train(resident, Resident()))
 
@@ -89,8 +89,8 @@ def test_frozen_first_layers_and_layers_that_save_nothing():
 
 def test_two_models_side_by_side():
     first, second = Stack(), Stack(depth=2)
-    one, other = TensorSwap(Resident()), TensorSwap(Resident())
-    with attached(one, first), attached(other, second), one.step(), other.step():
+    mode = TensorSwap(Resident())
+    with under(mode, first) as one, under(mode, second) as other, one.step(), other.step():
         first(second(stack_inputs(0, 0)).repeat(1, 2)).sum().backward()
         assert other.counters().swapped_bytes < one.counters().swapped_bytes
 

@@ -10,7 +10,7 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.weight_mode import WeightMode
-from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
+from tests.offload.helpers.models import Stack, same_as_resident, stack_inputs, under
 
 MODES = (BounceLinear, LayerStream, ShardOffload)
 
@@ -111,12 +111,12 @@ def test_slots_beyond_the_units_take_no_memory():
 def test_prefetch_is_how_many_units_come_ahead(prefetch: int | None):
     model, mode = Stack(depth=8), LayerStream(slots=3, prefetch=prefetch)
     came = []
-    # The first ones fill the slots, however many are fetched ahead later.
-    model.blocks[4].register_forward_hook(lambda *_: came.append(mode.counters().h2d_bytes))
-    with attached(mode, model):
+    with under(mode, model) as attached:
+        # The first ones fill the slots, however many are fetched ahead later.
+        model.blocks[4].register_forward_hook(lambda *_: came.append(attached.counters().h2d_bytes))
         for _ in range(2):
-            before = mode.counters().h2d_bytes
-            with mode.step():
+            before = attached.counters().h2d_bytes
+            with attached.step():
                 model(stack_inputs(0, 0)).sum().backward()
             model.zero_grad()
     unit = mode.footprint(model).largest_unit_bytes

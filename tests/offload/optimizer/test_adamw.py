@@ -11,7 +11,7 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import join
 from offload.optimizer.param_groups import decay_groups
 from tests.offload.helpers.kernels import Blockwise, checked
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 from tests.offload.helpers.optimizers import (
     SETTINGS,
     STEPS,
@@ -209,11 +209,11 @@ def test_inside_backward_cores_are_left_to_it(cores: int, at_step: int, inside: 
     optimizer = HostAdamW(model.parameters())
     given = HostAdamW(model.parameters(), threads=5)
     assert (optimizer.threads, given.threads) == (at_step, 5)
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for early, threads in ((True, inside), (False, at_step)):
-            mode.overlap(optimizer, early)
+            attached.overlap(optimizer, early)
             assert optimizer.threads == threads
-            mode.overlap(given, early)
+            attached.overlap(given, early)
             assert given.threads == 5
 
 

@@ -19,7 +19,7 @@ from offload.optimizer.kernels import FusedUpdate, HyperParameters
 from offload.optimizer.states import States
 from offload.torch_private.torch_internals import TorchDispatchMode
 from tests.offload.helpers.kernels import FEW, Blockwise, checked, needs_gpu
-from tests.offload.helpers.models import assert_same, attached, with_copy
+from tests.offload.helpers.models import assert_same, under, with_copy
 from tests.offload.helpers.optimizers import SETTINGS, give_gradients, parameters, same, train
 from tests.offload.helpers.updates import Mixed, host_adamw, made, one_step
 
@@ -75,11 +75,11 @@ def test_a_scale_that_comes_after_updates_is_refused_and_the_step_can_be_ended()
     ours, theirs = with_copy(made(Mixed))
     for model, early in ((ours, True), (theirs, False)):
         mode = BounceLinear()
-        with attached(mode, model):
+        with under(mode, model) as attached:
             optimizer = host_adamw(model)
-            mode.overlap(optimizer, early)
+            attached.overlap(optimizer, early)
             for step in range(3):
-                one_step(model, mode, step)
+                one_step(model, attached, step)
                 if early and optimizer.has_begun:
                     with pytest.raises(RuntimeError, match=r"^step\(scale=0\.5\): .* let updates begin after backward"):
                         optimizer.step(scale=0.5)

@@ -14,7 +14,7 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
 from offload.streams.stream_checker import CheckedEvent
 from tests.offload.helpers.kernels import FEW
-from tests.offload.helpers.models import Stack, assert_same, attached
+from tests.offload.helpers.models import Stack, assert_same, under
 from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, one_step, train, updating
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -50,14 +50,14 @@ def test_every_format_has_the_same_numbers_in_either_place(format: StateFormat, 
 @EARLY
 def test_the_host_updates_nothing_whose_states_are_on_the_device(early: bool):
     model, mode = made(Stack), LayerStream(outside="stream")
-    with updating(mode, model, early, device_share=10**9) as optimizer:
+    with updating(mode, model, early, device_share=10**9) as (attached, optimizer):
         for step in range(3):
-            one_step(model, mode, step, microbatches=2)
+            one_step(model, attached, step, microbatches=2)
             optimizer.step()
             optimizer.zero_grad()
-        assert mode.counters().updated_parameters == 0
+        assert attached.counters().updated_parameters == 0
         # Gradients are freed with their updates, without waiting for the next step.
-        assert not mode._overlap._device._gradients
+        assert not attached._overlap._device._gradients
 
 
 @EARLY
@@ -69,7 +69,7 @@ def test_equals_resident_with_frozen_tied_and_skipped_parameters(early: bool):
 
 def test_the_first_units_that_fit_are_chosen_and_only_their_states_move():
     model, mode = made(Stack), LayerStream()
-    with updating(mode, model, early=False, device_share=SHARE) as optimizer:
+    with updating(mode, model, early=False, device_share=SHARE) as (_, optimizer):
         optimizer.allocate()
         copies = [name for name, p in model.named_parameters() if "weight" in optimizer.state[p]]
     assert copies == [f"blocks.{index}.{name}" for index in (0, 1) for name, _ in model.blocks[0].named_parameters()]
@@ -82,11 +82,11 @@ def test_the_host_begins_before_the_devices_updates_are_queued(monkeypatch: pyte
     def noted(name: str, offer: Callable[..., None]) -> Callable[..., None]:
         return lambda *of, **also: offered.append(name) or offer(*of, **also)
 
-    with updating(mode, model, early=False, device_share=SHARE) as optimizer:
+    with updating(mode, model, early=False, device_share=SHARE) as (attached, optimizer):
         for name in ("_worker", "_device"):
-            updates = getattr(mode._overlap, name)
+            updates = getattr(attached._overlap, name)
             monkeypatch.setattr(updates, "offer", noted(name, updates.offer))
-        one_step(model, mode)
+        one_step(model, attached)
         optimizer.step()
         optimizer.finish()
     assert offered == sorted(offered, reverse=True)
@@ -96,19 +96,19 @@ def test_the_host_begins_before_the_devices_updates_are_queued(monkeypatch: pyte
 def test_a_forward_waits_for_the_update_of_what_it_uses_and_for_no_later_one():
     """Compute stood still until all updates of the device were done, to free the gradients that these read."""
     model, mode, seen = made(Stack), LayerStream(slots=2), []
-    with updating(mode, model, early=False, device_share=10**9) as optimizer:
-        streams = mode._streamer.transfer.streams
+    with updating(mode, model, early=False, device_share=10**9) as (attached, optimizer):
+        streams = attached._streamer.transfer.streams
 
         def see(*_: object) -> None:
             seen.append(streams.compute.clock.get("d2h", 0))
 
-        one_step(model, mode)
+        one_step(model, attached)
         optimizer.step()
         last = streams.d2h.clock["d2h"]
         for block in model.blocks:
             block.register_forward_hook(see)
-        one_step(model, mode, step=1)
-        assert not mode._overlap._device._used
+        one_step(model, attached, step=1)
+        assert not attached._overlap._device._used
     assert seen == sorted(seen)
     assert seen[0] < seen[1] < last
 
@@ -116,31 +116,31 @@ def test_a_forward_waits_for_the_update_of_what_it_uses_and_for_no_later_one():
 def test_a_copy_in_inside_backward_does_not_wait_for_early_updates(monkeypatch: pytest.MonkeyPatch):
     """Their gradients are limited by themselves; each copy in of a recompute would have stopped compute for them."""
     model, mode, freed = made(Stack), LayerStream(slots=2), []
-    with updating(mode, model, early=True, device_share=10**9) as optimizer:
-        device = mode._overlap._device
+    with updating(mode, model, early=True, device_share=10**9) as (attached, optimizer):
+        device = attached._overlap._device
         for step in range(2):
-            one_step(model, mode, step)
+            one_step(model, attached, step)
             optimizer.step()
             optimizer.zero_grad()
         free = device._free
         monkeypatch.setattr(device, "_free", lambda gradients: freed.append(device._in_step) or free(gradients))
-        one_step(model, mode, step=2)
+        one_step(model, attached, step=2)
     assert freed.count(True) == 1
 
 
 def test_gradients_that_are_not_used_do_not_reach_the_next_step():
     """A step is skipped, then the caller sets gradients."""
     expected, model, mode = made(Stack), made(Stack), LayerStream()
-    with updating(mode, model, early=False, device_share=10**9) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=False, device_share=10**9) as (attached, optimizer):
+        one_step(model, attached)
         optimizer.skip()
         optimizer.zero_grad()
         assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in expected.parameters()])
-        one_step(model, mode, step=1)
+        one_step(model, attached, step=1)
         optimizer.step()
         optimizer.finish()
         optimizer.zero_grad()
-        with mode.step():
+        with attached.step():
             pass
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -148,8 +148,8 @@ def test_gradients_that_are_not_used_do_not_reach_the_next_step():
         optimizer.finish()
         seen = [p.detach().clone() for p in model.parameters()]
     plain, resident = host_adamw(expected), Resident()
-    with attached(resident, expected):
-        one_step(expected, resident, step=1)
+    with under(resident, expected) as attached:
+        one_step(expected, attached, step=1)
         plain.step()
         for parameter in expected.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -172,12 +172,12 @@ def test_a_gradient_that_changes_after_it_landed_is_updated_as_it_is_then(mode: 
             if who.startswith("a hook"):
                 hook = flip if who == "a hook" else lambda p: seen.append(p.grad.sum())
                 parameter.register_post_accumulate_grad_hook(hook)
-        with attached(mode, model):
+        with under(mode, model) as attached:
             optimizer = host_adamw(model)
             if overlaps:
-                mode.overlap(optimizer, early and who.startswith("a hook"), device_share=10**9)
+                attached.overlap(optimizer, early and who.startswith("a hook"), device_share=10**9)
             for step in range(4):
-                one_step(model, mode, step)
+                one_step(model, attached, step)
                 if who == "the caller":
                     nn.utils.clip_grad_value_(changed, 1e-3)
                 elif who == "the caller's own":
@@ -196,11 +196,11 @@ def test_a_gradient_that_changes_after_it_landed_is_updated_as_it_is_then(mode: 
 def test_existing_states_move_between_steps():
     def run(moves: bool) -> list[torch.Tensor]:
         model, mode = made(Stack), LayerStream()
-        with updating(mode, model, early=False) as optimizer:
+        with updating(mode, model, early=False) as (attached, optimizer):
             for step, share in enumerate((0, SHARE, 10**9, 0)):
                 if moves:
-                    mode.place_states(share)
-                one_step(model, mode, step)
+                    attached.place_states(share)
+                one_step(model, attached, step)
                 optimizer.step()
                 optimizer.zero_grad()
             optimizer.finish()
@@ -217,7 +217,7 @@ def test_a_weight_that_begins_to_train_later_is_updated_on_the_host(early: bool)
         model = made(Stack)
         late = model.blocks[1].up.weight.requires_grad_(False)
 
-        def train_it_too(optimizer: HostAdamW) -> list[torch.Tensor]:
+        def train_it_too(*_: object) -> list[torch.Tensor]:
             late.requires_grad_(True)
             return []
 
@@ -231,10 +231,10 @@ def test_a_weight_that_begins_to_train_later_is_updated_on_the_host(early: bool)
 def test_a_second_optimizer_step_waits_for_the_updates_of_the_first(monkeypatch: pytest.MonkeyPatch):
     """It is the optimizer's own, which the host orders: the gradients on the device are used up."""
     model, mode, waited = made(Stack), LayerStream(), []
-    with updating(mode, model, early=False, device_share=10**9) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=False, device_share=10**9) as (attached, optimizer):
+        one_step(model, attached)
         optimizer.step()
-        under_way = list(mode._overlap._device._updated.values())
+        under_way = list(attached._overlap._device._updated.values())
         with monkeypatch.context() as patch:
             synchronize = CheckedEvent.synchronize
             patch.setattr(CheckedEvent, "synchronize", lambda event: (waited.append(event), synchronize(event)))
@@ -263,12 +263,12 @@ def test_writes_without_a_version_counter_count(what: str, half: Callable[[torch
     def run(mode, overlaps: bool = True) -> list[torch.Tensor]:
         model = made(Stack)
         written = [*model.blocks[1].parameters()]
-        with attached(mode, model):
+        with under(mode, model) as attached:
             optimizer = host_adamw(model)
             if overlaps:
-                mode.overlap(optimizer, early=False, device_share=10**9)
+                attached.overlap(optimizer, early=False, device_share=10**9)
             for step in range(3):
-                one_step(model, mode, step)
+                one_step(model, attached, step)
                 for parameter in written if what != "weight after the step" else ():
                     half(parameter.grad if what == "gradient" else parameter)
                 optimizer.step()

@@ -34,27 +34,27 @@ def train(
 ) -> tuple[list[Tensor], float]:
     """Trains with a scaler; `end` ends each step. The loss of step `infinite` is. Returns the weights and the scale."""
     model, streams = blocks(), acquire("cpu")
-    mode.attach(model, streams)
+    attached = mode.attach(model, streams)
     try:
         optimizer = HostAdamW(model.parameters(), lr=1e-2, threads=1, speculate="on")
         if overlap is not None:
-            mode.overlap(optimizer, **overlap)
+            attached.overlap(optimizer, **overlap)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(5):
             inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
             factor = torch.inf if step == infinite else 1.0
-            with mode.step():
-                mode.accumulate([lambda: scaler.scale(model(inputs).square().mean() * factor)])  # noqa: B023
+            with attached.step():
+                attached.accumulate([lambda: scaler.scale(model(inputs).square().mean() * factor)])  # noqa: B023
             if overlap is not None:
                 # The trials are made, before anybody writes.
-                while is_busy(mode._overlap._worker):
+                while is_busy(attached._overlap._worker):
                     time.sleep(0.001)
             end(optimizer, scaler)
             optimizer.zero_grad()
         optimizer.finish()
         return [parameter.detach().clone() for parameter in model.parameters()], scaler.get_scale()
     finally:
-        mode.detach()
+        attached.detach()
         release(streams)
 
 

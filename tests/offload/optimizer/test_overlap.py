@@ -18,7 +18,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.optimizer.overlap import Overlap
 from offload.streams.stream_checker import CheckedSignal
 from offload.weights.gradients import offloader
-from tests.offload.helpers.models import Shared, Stack, assert_same, attached, tokens, with_copy
+from tests.offload.helpers.models import Shared, Stack, assert_same, tokens, under, with_copy
 from tests.offload.helpers.updates import (
     DTYPES,
     EARLY,
@@ -130,18 +130,18 @@ def test_a_step_before_the_last_one_has_ended_is_refused_where_its_updates_have_
     """Their gradients are claimed, so what a second step added would be lost silently."""
 
     model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=True) as optimizer:
+    with updating(mode, model, early=True) as (attached, optimizer):
         for step in range(2):
-            one_step(model, mode, step)
+            one_step(model, attached, step)
             optimizer.step()
             optimizer.zero_grad()
-        one_step(model, mode, step=2)
+        one_step(model, attached, step=2)
         for end in (optimizer.step, optimizer.skip):
             with pytest.raises(RuntimeError, match=r"updates of the last step have begun: .*optimizer.skip\(\)"):
-                one_step(model, mode, step=3)
+                one_step(model, attached, step=3)
             end()
             optimizer.zero_grad()
-            one_step(model, mode, step=4)
+            one_step(model, attached, step=4)
 
 
 def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -149,8 +149,8 @@ def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
     model, mode = made(functools.partial(Stack, recompute="reentrant")), LayerStream(slots=2)
     gate = held_up(monkeypatch)
     gate.set()
-    with updating(mode, model, early=True) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=True) as (attached, optimizer):
+        one_step(model, attached)
         optimizer.step()
         optimizer.finish()
         gate.clear()
@@ -158,7 +158,7 @@ def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
         blocks = model.blocks
         model.blocks = nn.ModuleList([*blocks, blocks[3]])
         with pytest.raises(RuntimeError, match=r"blocks.3.\S+ is needed after its gradient.* use_reentrant=False"):
-            one_step(model, mode)
+            one_step(model, attached)
         gate.set()
     assert no_worker_lives()
 
@@ -191,11 +191,11 @@ def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monk
         if output.requires_grad:
             output.register_hook(lambda _: updates_of_down.append(int(optimizer.state[down]["step"])))
 
-    with updating(mode, model, early=True) as optimizer:
+    with updating(mode, model, early=True) as (attached, optimizer):
         optimizer.allocate()
         block.up.register_forward_hook(watch)
         for step in range(3):
-            one_step(model, mode, step)
+            one_step(model, attached, step)
             optimizer.step()
             optimizer.zero_grad()
     # The first step learns how gradients land. In a shard the hook runs in the recompute, which alone has gradients.
@@ -204,26 +204,26 @@ def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monk
 
 def test_another_overlap_takes_the_place_of_the_first():
     model, mode = made(Stack), LayerStream()
-    with attached(mode, model):
+    with under(mode, model) as attached:
         first, second = host_adamw(model), host_adamw(model)
-        mode.overlap(first, early=False)
-        mode.overlap(second, early=False)
-        one_step(model, mode)
+        attached.overlap(first, early=False)
+        attached.overlap(second, early=False)
+        one_step(model, attached)
         before = model.blocks[0].up.weight.detach().clone()
         # The first makes its updates itself again, at once.
         first.step()
         assert not torch.equal(model.blocks[0].up.weight, before)
-        assert mode.counters().updated_parameters == 0
+        assert attached.counters().updated_parameters == 0
         second.step()
         second.finish()
-        assert mode.counters().updated_parameters == sum(p.numel() for p in model.blocks.parameters())
+        assert attached.counters().updated_parameters == sum(p.numel() for p in model.blocks.parameters())
 
 
 def test_detach_gives_optimizer_and_model_back(monkeypatch: pytest.MonkeyPatch):
     finished, finish = [], Overlap.finish
     monkeypatch.setattr(Overlap, "finish", lambda overlap: finished.append(overlap) or finish(overlap))
     model, mode = made(Stack), LayerStream()
-    with updating(mode, model, early=False) as optimizer:
+    with updating(mode, model, early=False) as (_, optimizer):
         for read in (model.state_dict, optimizer.state_dict, lambda: model.load_state_dict(model.state_dict())):
             finished.clear()
             read()
@@ -236,13 +236,13 @@ def test_detach_gives_optimizer_and_model_back(monkeypatch: pytest.MonkeyPatch):
 
 def test_copies_wait_for_updates_under_way(monkeypatch: pytest.MonkeyPatch):
     model, mode = made(Stack), LayerStream()
-    with updating(mode, model, early=False) as optimizer:
+    with updating(mode, model, early=False) as (attached, optimizer):
         optimizer.allocate()
-        one_step(model, mode)
+        one_step(model, attached)
         sleepy(monkeypatch, 0.01)
         optimizer.step()
         copy.deepcopy(optimizer)
-        assert not [unit.name for unit in mode._overlap._units if mode._overlap.is_pending(unit)]
+        assert not [unit.name for unit in attached._overlap._units if attached._overlap.is_pending(unit)]
 
 
 def test_an_interrupt_of_a_wait_hides_no_update_from_later_waits(monkeypatch: pytest.MonkeyPatch):
@@ -255,14 +255,14 @@ def test_an_interrupt_of_a_wait_hides_no_update_from_later_waits(monkeypatch: py
         wait(signal)
 
     model, mode = made(Stack), LayerStream()
-    with updating(mode, model, early=False) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=False) as (attached, optimizer):
+        one_step(model, attached)
         optimizer.step()
         with monkeypatch.context() as patch:
             patch.setattr(CheckedSignal, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.finish()
-        pending = [mode._overlap.is_pending(unit) for unit in mode._overlap._units]
+        pending = [attached._overlap.is_pending(unit) for unit in attached._overlap._units]
         gate.set()
         assert all(pending)
 
@@ -272,15 +272,15 @@ def test_the_updates_of_an_optimizer_are_made_by_one_mode(early: bool):
     first, second = made(Stack, torch.float32), made(Stack, torch.float32)
     optimizer = host_adamw(nn.ModuleList([first, second]))
     mode, other = LayerStream(), LayerStream()
-    with attached(mode, first):
-        mode.overlap(optimizer, early)
+    with under(mode, first) as attached:
+        attached.overlap(optimizer, early)
         # Once more for the same mode.
-        mode.overlap(optimizer, early)
-        with attached(other, second):
+        attached.overlap(optimizer, early)
+        with under(other, second) as refused:
             with pytest.raises(RuntimeError, match="a mode makes the updates of this optimizer already"):
-                other.overlap(optimizer, early)
-            one_step(first, mode)
+                refused.overlap(optimizer, early)
+            one_step(first, attached)
             optimizer.step()
     assert optimizer.state
-    with attached(other, second):
-        other.overlap(optimizer, early)
+    with under(other, second) as attached:
+        attached.overlap(optimizer, early)

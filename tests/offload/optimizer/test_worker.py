@@ -25,7 +25,7 @@ from offload.streams import registry
 from offload.streams.stream_checker import CheckedEvent
 from tests import ROOT
 from tests.offload.helpers.census import assert_given_back
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
+from tests.offload.helpers.models import Stack, assert_same, stack_inputs, under, with_copy
 from tests.offload.helpers.updates import (
     EARLY,
     MODES,
@@ -77,7 +77,7 @@ def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monke
     ours, theirs = with_copy(made(Stack))
     start = copy.deepcopy(ours.state_dict())
 
-    def read(model: nn.Module, optimizer: HostAdamW) -> list[torch.Tensor]:
+    def read(model: nn.Module, _, optimizer: HostAdamW) -> list[torch.Tensor]:
         if reader == "evaluation":
             with torch.no_grad():
                 return [model(stack_inputs(9, 9))]
@@ -98,17 +98,17 @@ def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monke
 def test_the_host_goes_on_while_the_worker_updates(mode: str, monkeypatch: pytest.MonkeyPatch):
     gate = held_up(monkeypatch)
     model, mode = made(Stack), MODES[mode]()
-    with updating(mode, model, early=False) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=False) as (attached, optimizer):
+        one_step(model, attached)
         before = model.blocks[0].up.weight.detach().clone()
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(model.blocks[0].up.weight, before)
-        assert mode.counters().updated_parameters == 0
+        assert attached.counters().updated_parameters == 0
         gate.set()
         optimizer.finish()
         assert not torch.equal(model.blocks[0].up.weight, before)
-        counters = mode.counters()
+        counters = attached.counters()
         resident = sum(p.numel() for p in model.parameters() if p.requires_grad) - counters.updated_parameters
         assert 0 <= resident < counters.updated_parameters
         assert counters.update_ms > 0
@@ -117,15 +117,15 @@ def test_the_host_goes_on_while_the_worker_updates(mode: str, monkeypatch: pytes
 
 def test_early_updates_begin_in_backward():
     model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=True) as optimizer:
+    with updating(mode, model, early=True) as (attached, optimizer):
         for step in range(2):
             optimizer.zero_grad()
-            one_step(model, mode, step, microbatches=3)
+            one_step(model, attached, step, microbatches=3)
             if step == 0:
                 optimizer.step()
         optimizer.finish()
         per_step = sum(p.numel() for p in model.blocks.parameters())
-        assert mode.counters().updated_parameters == 2 * per_step
+        assert attached.counters().updated_parameters == 2 * per_step
 
 
 class WorkerError(Exception):
@@ -169,9 +169,9 @@ WAITS = {
 def test_an_error_of_the_worker_is_raised_by_the_next_wait(at: int, wait: str, monkeypatch: pytest.MonkeyPatch):
     failing(monkeypatch, at)
     model, mode = made(functools.partial(Stack, depth=8)), LayerStream(slots=2)
-    with updating(mode, model, early=False) as optimizer:
+    with updating(mode, model, early=False) as (attached, optimizer):
         with pytest.raises(WorkerError, match="no more") as caught:
-            steps_until(WAITS[wait], model, mode, optimizer)
+            steps_until(WAITS[wait], model, attached, optimizer)
         frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
         assert frames[-1] == "broken_apply"
         assert "_work" in frames
@@ -189,14 +189,14 @@ def test_an_error_that_nobody_waited_for_is_raised_by_detach(mode: str, monkeypa
     model, mode = made(Stack), MODES[mode]()
 
     def step_and_detach() -> None:
-        with updating(mode, model, early=False) as optimizer:
-            one_step(model, mode)
+        with updating(mode, model, early=False) as (attached, optimizer):
+            one_step(model, attached)
             optimizer.step()
 
     with pytest.raises(WorkerError, match="no more"):
         step_and_detach()
     assert_given_back(model, "cpu")
-    with attached(mode, model), mode.step():
+    with under(mode, model) as attached, attached.step():
         model(stack_inputs(0, 0)).sum().backward()
 
 
@@ -212,8 +212,11 @@ def test_an_error_of_the_worker_between_updates_is_raised_too(call: str, monkeyp
 
     monkeypatch.setattr(CheckedEvent, call, broken)
     model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=False) as optimizer, pytest.raises(WorkerError, match="illegal memory access"):
-        steps_until(WAITS["finish"], model, mode, optimizer)
+    with (
+        updating(mode, model, early=False) as (attached, optimizer),
+        pytest.raises(WorkerError, match="illegal memory access"),
+    ):
+        steps_until(WAITS["finish"], model, attached, optimizer)
     assert no_worker_lives()
 
 
@@ -221,12 +224,12 @@ def test_an_error_in_backward_ends_the_step(monkeypatch: pytest.MonkeyPatch):
     failing(monkeypatch, at=6)
     eager(monkeypatch)
     model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=True) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=True) as (attached, optimizer):
+        one_step(model, attached)
         optimizer.step()
         optimizer.zero_grad()
         with pytest.raises(WorkerError):
-            one_step(model, mode)
+            one_step(model, attached)
     assert no_worker_lives()
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -238,15 +241,15 @@ def test_an_error_at_the_end_of_a_step_does_not_stop_detach(monkeypatch: pytest.
     model, mode = made(Stack), LayerStream(slots=3)
 
     def step_in_which_the_worker_ends() -> None:
-        with mode.step():
-            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
+        with attached.step():
+            attached.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
             gate.set()
             deadline = time.monotonic() + 300
             while not no_worker_lives() and time.monotonic() < deadline:
                 time.sleep(0.001)
 
-    with updating(mode, model, early=True) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=True) as (attached, optimizer):
+        one_step(model, attached)
         optimizer.step()
         gate.set()
         optimizer.finish()
@@ -261,9 +264,9 @@ def test_an_error_at_the_end_of_a_step_does_not_stop_detach(monkeypatch: pytest.
 def test_detach_ends_the_worker_after_the_updates_that_were_offered(monkeypatch: pytest.MonkeyPatch):
     sleepy(monkeypatch, 0.02)
     model, mode = made(Stack), LayerStream()
-    with updating(mode, model, early=False) as optimizer:
+    with updating(mode, model, early=False) as (attached, optimizer):
         assert no_worker_lives()
-        one_step(model, mode)
+        one_step(model, attached)
         before = copy.deepcopy(model.blocks.state_dict())
         optimizer.step()
         assert not no_worker_lives()
@@ -285,10 +288,10 @@ from offload.modes.layer_stream import LayerStream
 from offload.streams import registry
 
 model, mode = made(Stack), LayerStream()
-mode.attach(model, registry.acquire("cpu"))
+attached = mode.attach(model, registry.acquire("cpu"))
 optimizer = host_adamw(model)
-mode.overlap(optimizer, early=False)
-one_step(model, mode)
+attached.overlap(optimizer, early=False)
+one_step(model, attached)
 optimizer.step()
 """
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -297,15 +300,15 @@ optimizer.step()
 
 def test_a_mode_that_is_dropped_after_updates_is_freed_and_its_thread_ends():
     streams = registry.acquire("cpu")
-    model, mode = made(Stack), LayerStream()
-    mode.attach(model, streams)
+    model = made(Stack)
+    attached = LayerStream().attach(model, streams)
     optimizer = HostAdamW(model.parameters(), lr=0.1)
-    mode.overlap(optimizer, early=False)
-    one_step(model, mode, 0)
+    attached.overlap(optimizer, early=False)
+    one_step(model, attached, 0)
     optimizer.step()
     optimizer.finish()
     left = weakref.ref(model)
-    del model, mode, optimizer
+    del model, attached, optimizer
     deadline = time.monotonic() + 300
     while left() is not None and time.monotonic() < deadline:
         gc.collect()

@@ -33,11 +33,11 @@ def order_of_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the order of blocks in a step of early updates; the first waits until all gradients have landed."""
     model, mode = made(functools.partial(Stack, depth=6)), LayerStream(slots=2)
     gate, order = held_up(monkeypatch), note_order(monkeypatch, model)
-    with updating(mode, model, early=True) as optimizer:
+    with updating(mode, model, early=True) as (attached, optimizer):
         for step in range(2):
             gate.clear()
             order.clear()
-            one_step(model, mode, step)
+            one_step(model, attached, step)
             gate.set()
             optimizer.step()
             optimizer.finish()
@@ -61,9 +61,8 @@ def test_a_gradient_whose_memory_backward_waits_for_is_updated_before_others(wai
     monkeypatch.setattr(
         GradientRing, "lend", lambda ring, block, signal: lent.append(block) or lend(ring, block, signal)
     )
-    mode.release_gradients(True)
-    with updating(mode, model, early=True) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=True, releases=True) as (attached, optimizer):
+        one_step(model, attached)
         for block in lent:
             block.is_wanted = waits and "blocks.4." in block.name
         gate.set()
@@ -102,8 +101,8 @@ def test_updates_that_step_starts_are_in_the_order_of_the_next_forward(monkeypat
     order = note_order(monkeypatch, model)
     # No gradient seems to have landed, so the worker takes them in the order of their offers.
     monkeypatch.setattr(CheckedEvent, "query", lambda event: False)
-    with updating(mode, model, early=False) as optimizer:
-        one_step(model, mode)
+    with updating(mode, model, early=False) as (attached, optimizer):
+        one_step(model, attached)
         optimizer.step()
         optimizer.finish()
     assert order == [3, 2, 1, 0]

@@ -23,7 +23,7 @@ from offload.activations.checkpointing import recompute
 from offload.blocks import find_blocks
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import Mode
+from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
@@ -33,7 +33,7 @@ from offload.planning.simulated_streams import Bandwidth, SimulatedStreams, Work
 from offload.weights.gradients import ring
 from offload.weights.gradients.final import NotFinalError
 from tests.offload.helpers.mapped import with_low_rank, write_frozen
-from tests.offload.helpers.models import Shared, Stack, attached, stack_inputs, tokens
+from tests.offload.helpers.models import Shared, Stack, stack_inputs, tokens, under
 from tests.offload.helpers.modes import mode_classes, small
 
 # Every mode with its defaults, and variants. On the CPU save_on_cpu keeps nothing on the host that a run could measure.
@@ -52,24 +52,24 @@ def losses_of(model, inputs):
     return [lambda part=part: model(part).float().square().mean() for part in inputs]
 
 
-def a_step(mode, model, inputs, blocks) -> dict[str, float]:
+def a_step(mode, model, inputs, blocks, options=NO_OPTIONS) -> dict[str, float]:
     """Returns the bytes that the third step really moves, and those that the host then holds."""
-    with attached(mode, model):
+    with under(mode, model, options=options) as attached:
         undo = recompute(blocks)
         for _ in range(3):
             model.zero_grad(set_to_none=True)
-            before = mode.counters()
-            with mode.step():
-                mode.accumulate(losses_of(model, inputs))
-        after = mode.counters()
+            before = attached.counters()
+            with attached.step():
+                attached.accumulate(losses_of(model, inputs))
+        after = attached.counters()
         undo()
     moved = {key: getattr(after - before, key) for key in MOVED}
     return moved | {"host_bytes": after.host_pageable_bytes}
 
 
-def dry(mode, model, inputs, blocks=()):
+def dry(mode, model, inputs, blocks=(), options=NO_OPTIONS):
     inputs = [part.to("meta") for part in inputs]
-    return dry_run(mode, model, losses_of(model, inputs), recomputed=blocks)
+    return dry_run(mode, model, losses_of(model, inputs), recomputed=blocks, options=options)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -94,14 +94,13 @@ def test_bytes_of_weights_in_files_are_those_of_a_run(tmp_path: Path):
     model, inputs = with_low_rank(Stack(width=32)), [stack_inputs(0, 0)]
     on_meta = copy.deepcopy(model).to("meta")
     spans = write_frozen(model, tmp_path)
-    real, found = (LayerStream(source="mapped", trained="device", slots=2) for _ in range(2))
-    real.map_weights(spans)
+    mode = LayerStream(source="mapped", trained="device", slots=2)
     same = dict(zip(model.parameters(), on_meta.parameters(), strict=True))
     # Nobody opens a file for it.
-    found.map_weights({same[p]: [replace(span, path=tmp_path / "none")] for p, (span,) in spans.items()})
-    planned = dry(found, on_meta, inputs)
+    nowhere = {same[p]: [replace(span, path=tmp_path / "none")] for p, (span,) in spans.items()}
+    planned = dry(mode, on_meta, inputs, options=AttachOptions(spans=nowhere))
     moved = {key: planned.total(key) for key in MOVED} | {"host_bytes": planned.host_bytes}
-    assert moved == a_step(real, model, inputs, [])
+    assert moved == a_step(mode, model, inputs, [], AttachOptions(spans=spans))
 
 
 def test_tied_weights_move_once():
@@ -125,14 +124,14 @@ def test_copies_in_are_at_most_those_of_the_footprint():
 def test_released_gradients_take_the_ring_of_the_footprint(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
     model, mode = Stack(width=32, depth=6).to("meta"), LayerStream(slots=2)
-    kept = dry(mode, model, [stack_inputs(0, 0)])
-    mode.release_gradients()
-    plan, found = mode.footprint(model), dry(mode, model, [stack_inputs(0, 0)])
+    kept, options = dry(mode, model, [stack_inputs(0, 0)]), AttachOptions(release_gradients=True)
+    plan = mode.footprint(model, options=options)
+    found = dry(mode, model, [stack_inputs(0, 0)], options=options)
     assert plan.host_gradient_bytes == 4 * plan.largest_unit_bytes
     assert found.host_bytes == plan.host_weight_bytes + plan.host_gradient_bytes == kept.host_bytes * 10 // 12
     assert replace(found, host_bytes=0) == replace(kept, host_bytes=0)
     with pytest.raises(NotFinalError, match="is not final when it lands"):
-        dry(mode, model, [stack_inputs(0, 0), stack_inputs(0, 1)])
+        dry(mode, model, [stack_inputs(0, 0), stack_inputs(0, 1)], options=options)
 
 
 def test_gradients_of_resident_parameters_stay_to_the_end():
@@ -290,18 +289,16 @@ def test_forwards_in_a_row_take_as_long_as_their_copies_or_their_arithmetic(name
 
 @pytest.mark.parametrize("name", ["bounce_linear", "layer_stream", "shard_offload"])
 @pytest.mark.slow
-def test_so_they_do_in_the_first_step(name: str):
-    mode = FORWARD_MODES[name]()
-    mode.inference = mode.step
-    found = times(mode, [4096] * COUNT, FAST)
+def test_so_they_do_in_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Attached, "inference", Attached.step)
+    found = times(FORWARD_MODES[name](), [4096] * COUNT, FAST)
     assert found.all <= 1.01 * found.bus + 2 * found.fill
 
 
 @pytest.mark.parametrize("name", ["bounce_linear", "layer_stream"])
-def test_lone_forwards_fill_the_slots_anew_each_time(name: str):
-    mode = FORWARD_MODES[name]()
-    mode.inference = nullcontext
-    found = times(mode, [4096] * COUNT, FAST)
+def test_lone_forwards_fill_the_slots_anew_each_time(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Attached, "inference", lambda self: nullcontext())
+    found = times(FORWARD_MODES[name](), [4096] * COUNT, FAST)
     assert found.all <= 1.01 * found.bus + (COUNT + 1) * found.fill
     assert found.all > 1.01 * found.bus + 2 * found.fill
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import Mode
+from offload.modes.mode import AttachOptions, Mode
 from offload.planning import simulated_streams
 from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.simulated_streams import Bandwidth, PlannedSharers, SimulatedStreams, Work, measure_bandwidth
@@ -153,14 +153,14 @@ def test_planned_copies_and_exchanges_are_those_of_the_first_of_several():
 
     def work(sharers: ThreadSharers) -> tuple[int, int]:
         model, mode = Stack(width=64, depth=4), LayerStream(slots=2)
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
         for _ in range(2):
-            before = mode.counters()
-            with mode.step(norms=True):
-                mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
+            before = attached.counters()
+            with attached.step(norms=True):
+                attached.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
             model.zero_grad()
-        grown = mode.counters() - before
-        mode.detach()
+        grown = attached.counters() - before
+        attached.detach()
         return grown.h2d_bytes, grown.d2h_bytes
 
     found = as_sharers(2, work)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Attached, AttachOptions
 from offload.optimizer.adamw import HostAdamW
 from offload.sharing import buckets, device_sums
 from offload.sharing.device_sums import SUMS_AT_ONCE, DeviceSums
@@ -49,11 +50,10 @@ def net() -> Net:
     return Net()
 
 
-def attached(model: nn.Module, sharers: ThreadSharers, **knobs) -> tuple[nn.Module, LayerStream]:
-    """Returns a copy of the model, and the mode that it is attached to."""
+def attach(model: nn.Module, sharers: ThreadSharers, **knobs) -> tuple[nn.Module, Attached]:
+    """Returns a copy of the model, attached to a mode."""
     mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2, **knobs)
-    attached = mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
-    return mine, mode
+    return mine, mode.attach(mine, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
 
 
 def given(step: int, number: int) -> Tensor:
@@ -77,12 +77,14 @@ def steps_of(
 ) -> list[tuple[dict[str, Tensor | None], set[str]]]:
     """Runs steps; returns for each the gradients, summed by the caller where needed, and the names of those that the
     mode has summed, of what stays on the device."""
-    (model, mode), found = attached(model, sharers, **knobs), []
-    stays = {name: p for name, p in model.named_parameters() if p not in mode.shared_parameters()}
+    (model, attached), found = attach(model, sharers, **knobs), []
+    stays = {name: p for name, p in model.named_parameters() if p not in attached.shared_parameters}
     for step in range(STEPS):
-        with mode.step():
-            mode.accumulate(losses_of(model, step, sharers.number, microbatches, **options_of(step, sharers.number)))
-        summed = mode.summed_parameters()
+        with attached.step():
+            attached.accumulate(
+                losses_of(model, step, sharers.number, microbatches, **options_of(step, sharers.number))
+            )
+        summed = attached.summed_parameters()
         for parameter in stays.values():
             if parameter not in summed:
                 sum_over(sharers, parameter)
@@ -90,7 +92,7 @@ def steps_of(
         found.append((gradients, {name for name, p in stays.items() if p in summed}))
         model.zero_grad()
     sharers.laid_down(None)
-    mode.detach()
+    attached.detach()
     assert not any(p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters())
     return found
 
@@ -230,17 +232,16 @@ def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, device
     model = net()
 
     def work(sharers: ThreadSharers) -> list[Tensor]:
-        mine, mode = attached(model, sharers)
+        mine, attached = attach(model, sharers)
         optimizer = HostAdamW(mine.parameters(), lr=0.1, threads=1)
-        mode.divide(optimizer)
-        mode.overlap(optimizer, early=True, device_share=device_share)
+        attached.overlap(optimizer, early=True, device_share=device_share)
         optimizer.allocate()
-        stays = [parameter for parameter in mine.parameters() if parameter not in mode.shared_parameters()]
+        stays = [parameter for parameter in mine.parameters() if parameter not in attached.shared_parameters]
         for step in range(4):
-            with mode.step():
-                mode.accumulate(losses_of(mine, step, sharers.number, 1))
+            with attached.step():
+                attached.accumulate(losses_of(mine, step, sharers.number, 1))
             for parameter in stays:
-                if parameter not in mode.summed_parameters():
+                if parameter not in attached.summed_parameters():
                     sum_over(sharers, parameter)
             optimizer.step()
             optimizer.zero_grad()
@@ -248,7 +249,7 @@ def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, device
         sharers.laid_down(None)
         found = [parameter.detach().clone() for parameter in mine.parameters()]
         sharers.laid_down(None)
-        mode.detach()
+        attached.detach()
         return found
 
     expected, _ = as_sharers(2, work)
@@ -278,7 +279,7 @@ def test_a_piece_that_comes_after_the_sum_is_an_error():
     model = net()
 
     def work(sharers: ThreadSharers) -> None:
-        mine, mode = attached(model, sharers)
+        mine, attached = attach(model, sharers)
 
         def loss(uses: int) -> Tensor:
             hidden = given(0, sharers.number)
@@ -290,8 +291,8 @@ def test_a_piece_that_comes_after_the_sum_is_an_error():
             return hidden.sum()
 
         for uses in (1, 2):
-            with mode.step():
-                mode.accumulate([partial(loss, uses)])
+            with attached.step():
+                attached.accumulate([partial(loss, uses)])
             mine.zero_grad()
 
     with pytest.raises(RuntimeError, match=r"^a gradient of shape \(8,\) on the device came after the last|\(8, 8\)"):
@@ -337,14 +338,14 @@ def test_an_error_in_a_sum_is_the_one_that_the_step_raises(monkeypatch: pytest.M
     model = net()
 
     def work(sharers: ThreadSharers) -> None:
-        mine, mode = attached(model, sharers)
-        with mode.step():
-            mode.accumulate(losses_of(mine, 0, sharers.number, 1))
+        mine, attached = attach(model, sharers)
+        with attached.step():
+            attached.accumulate(losses_of(mine, 0, sharers.number, 1))
         mine.zero_grad()
         sharers.laid_down(None)
         monkeypatch.setattr(buckets.GradientBucket, "shares_memory", lost)
-        with pytest.raises(RuntimeError, match=r"^rank 1 has ended"), mode.step():
-            mode.accumulate(losses_of(mine, 1, sharers.number, 1))
+        with pytest.raises(RuntimeError, match=r"^rank 1 has ended"), attached.step():
+            attached.accumulate(losses_of(mine, 1, sharers.number, 1))
 
     as_sharers(2, work)
 
@@ -353,16 +354,16 @@ def test_a_parameter_that_is_frozen_later_holds_up_nothing_else():
     model = net()
 
     def work(sharers: ThreadSharers) -> set[str]:
-        mine, mode = attached(model, sharers)
+        mine, attached = attach(model, sharers)
         for step in range(3):
             mine.branches[0].weight.requires_grad_(step == 0)
-            with mode.step():
-                mode.accumulate(losses_of(mine, step, sharers.number, 1))
-            summed = mode.summed_parameters()
-            names = {name for name, p in mine.named_parameters() if p in summed and p not in mode.shared_parameters()}
+            with attached.step():
+                attached.accumulate(losses_of(mine, step, sharers.number, 1))
+            summed = attached.summed_parameters()
+            names = {name for name, p in mine.named_parameters() if p in summed and p not in attached.shared_parameters}
             mine.zero_grad()
         sharers.laid_down(None)
-        mode.detach()
+        attached.detach()
         return names
 
     first, second = as_sharers(2, work)

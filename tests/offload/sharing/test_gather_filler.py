@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import Mode
+from offload.modes.mode import AttachOptions, Mode
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
@@ -51,9 +51,9 @@ def loss_of(model: nn.Module, step: int, microbatch: int) -> torch.Tensor:
     return model(stack_inputs(step, microbatch)).float().square().mean()
 
 
-def sum_rest(model: nn.Module, mode: Mode, sharers: ThreadSharers) -> None:
+def sum_rest(model: nn.Module, attached: Mode, sharers: ThreadSharers) -> None:
     """Makes gradients that are not yet the sums over the sharers, in the order of ranks."""
-    done = mode.summed_parameters()
+    done = attached.summed_parameters()
     rest = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in done]
     everyone = sharers.laid_down([parameter.grad.clone() for parameter in rest])
     with torch.no_grad():
@@ -82,10 +82,9 @@ def trained(
     `early`: updates may begin inside backward; then `scale` is 1.
     """
     streams = CheckedStreams(torch.device("cpu"))
-    attached = mode.attach(model, streams, sharers)
+    attached = mode.attach(model, streams, AttachOptions(sharers=sharers))
     try:
         optimizer = HostAdamW(model.parameters(), lr=0.05, threads=1, **format)
-        mode.divide(optimizer)
         attached.overlap(optimizer, early, device_share)
         optimizer.allocate()
         losses, begun = [], []
@@ -95,7 +94,7 @@ def trained(
                 losses += attached.accumulate([partial(loss_of, model, step, number) for number in own])
             norms = {name: attached.gradient_norms().get(p) for name, p in model.named_parameters()}
             if sharers.count > 1:
-                sum_rest(model, mode, sharers)
+                sum_rest(model, attached, sharers)
             begun.append(optimizer.has_begun)
             optimizer.step(scale=scale)
             optimizer.zero_grad()
@@ -245,9 +244,8 @@ def test_a_forward_after_backward_reads_what_others_have_updated(early: bool):
 
     def work(sharers: Sharers) -> list[torch.Tensor]:
         own, mode, found = copy.deepcopy(model), LayerStream(slots=2), []
-        attached = mode.attach(own, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(own, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
         optimizer = HostAdamW(own.parameters(), lr=0.05, threads=1)
-        mode.divide(optimizer)
         attached.overlap(optimizer, early)
         optimizer.allocate()
         for step in range(STEPS):
@@ -256,7 +254,7 @@ def test_a_forward_after_backward_reads_what_others_have_updated(early: bool):
                 with torch.no_grad():
                     found += [own.blocks[number](torch.ones(5, 16, dtype=torch.bfloat16)) for number in (0, 1, 2)]
             if sharers.count > 1:
-                sum_rest(own, mode, sharers)
+                sum_rest(own, attached, sharers)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.finish()
@@ -296,7 +294,7 @@ def test_states_on_the_device_or_in_8_bits_are_those_of_one_process(format: dict
 def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
     def work(sharers: Sharers) -> tuple[int, int, int, int]:
         model, mode, gathered = Stack(width=64, depth=4), LayerStream(slots=2), []
-        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
         if sharers.count > 1:
             links = attached._streamer.filler._links
             gather, links.gather = links.gather, lambda *given: (gathered.append(given), gather(*given))
@@ -324,7 +322,7 @@ def test_what_cannot_be_shared_is_refused_before_memory_is_made():
         weight = model.blocks[1].up.weight
         weight.data = weight.data.t().contiguous().t()
         with pytest.raises(ValueError, match=r"^blocks.1.up.weight has strides"):
-            LayerStream().attach(model, CheckedStreams(torch.device("cpu")), sharers)
+            LayerStream().attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
 
     as_sharers(2, work)
 
@@ -341,7 +339,7 @@ DIFFERENT = {
 def test_forwards_that_differ_are_an_error_that_names_ranks(how: str):
     def work(sharers: ThreadSharers) -> None:
         model, mode = Stack(depth=3), LayerStream(slots=1)
-        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
         with attached.step(), torch.set_grad_enabled(how == "between hosts"):
             if how == "other weights":
                 for block in list(model.blocks)[sharers.rank :]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.optimizer.adamw import HostAdamW
 from offload.sharing import buckets
 from offload.sharing.links import CopyLinks, Links
@@ -57,17 +58,17 @@ def at_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run(
-    sharers: ThreadSharers, mode: LayerStream, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    sharers: ThreadSharers, attached: LayerStream, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Runs steps of one sharer, and takes the mode off."""
     for step in range(STEPS):
-        with mode.step():
-            mode.accumulate([lambda step=step: model(stack_inputs(step, sharers.rank)).square().mean()])
+        with attached.step():
+            attached.accumulate([lambda step=step: model(stack_inputs(step, sharers.rank)).square().mean()])
         if optimizer is not None:
             optimizer.step()
         model.zero_grad()
     sharers.laid_down(None)
-    mode.detach()
+    attached.detach()
 
 
 @pytest.mark.parametrize(("resident", "device_share"), [(0, None), (2, None), (2, 10**9)])
@@ -96,14 +97,13 @@ def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, residen
 
         sharers.exchange, at_sums[sharers] = busy_exchange, at_sum
         model, mode = copy.deepcopy(first), LayerStream(slots=2, resident=resident)
-        attached = mode.attach(model, streams, sharers)
+        attached = mode.attach(model, streams, AttachOptions(sharers=sharers))
         optimizer = None
         if device_share is not None:
             optimizer = HostAdamW(model.parameters(), threads=1)
-            mode.divide(optimizer)
             attached.overlap(optimizer, early=True, device_share=device_share)
             optimizer.allocate()
-        run(sharers, mode, model, optimizer)
+        run(sharers, attached, model, optimizer)
         return waited
 
     for waited in as_sharers(2, work):
@@ -126,13 +126,13 @@ def test_a_sum_waits_for_hooks_behind_the_last_of_its_gradients(monkeypatch: pyt
 
     def work(sharers: ThreadSharers) -> None:
         model, streams, mode = copy.deepcopy(first), CheckedStreams(torch.device("cpu")), LayerStream(slots=2)
-        attached = mode.attach(model, streams, sharers)
-        stays = [parameter for parameter in model.parameters() if parameter not in attached.shared_parameters()]
+        attached = mode.attach(model, streams, AttachOptions(sharers=sharers))
+        stays = [parameter for parameter in model.parameters() if parameter not in attached.shared_parameters]
         nodes = [gradient_accumulator(parameter) for parameter in stays]
         for parameter, node in zip(stays, nodes, strict=True):
             marks[parameter] = streams, Mark()
             node.register_hook(lambda *_, mark=marks[parameter][1]: streams.writes(streams.compute, mark, "a hook"))
-        run(sharers, mode, model)
+        run(sharers, attached, model)
 
     as_sharers(2, work)
     assert len(sums) == 2 * (STEPS - 1) * len(marks) // 2
@@ -153,8 +153,8 @@ def test_a_sum_waits_for_each_stream_on_which_its_gradients_were_made(monkeypatc
 
     def work(sharers: ThreadSharers) -> None:
         model, mode = copy.deepcopy(first), LayerStream(slots=2)
-        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
-        run(sharers, mode, model)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
+        run(sharers, attached, model)
 
     as_sharers(2, work)
     # Of four units two tensors each, by two sharers.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.sharing.summing import WAITING_UNITS
 from offload.streams.stream_checker import CheckedStreams
 from offload.weights.gradients.updates import Updates
@@ -65,7 +66,7 @@ def test_a_gradient_that_a_sharer_lacks_keeps_its_unit_from_the_sum():
     def work(sharers: ThreadSharers) -> dict[str, tuple[bool, torch.Tensor | None]]:
         model, mode = Router(WAITING_UNITS + 2), LayerStream(layers="layers", slots=2)
         model.load_state_dict(state)
-        attached = mode.attach(model, streams(), sharers)
+        attached = mode.attach(model, streams(), AttachOptions(sharers=sharers))
         updates = Landed()
         attached._streamer.use_updates(updates)
         with attached.step():
@@ -93,7 +94,7 @@ def test_gradients_of_several_microbatches_are_the_sharer_s_own():
 
     def work(sharers: ThreadSharers) -> bool:
         model, alone, mode = copy.deepcopy(first), copy.deepcopy(first), LayerStream(slots=2)
-        attached = mode.attach(model, streams(), sharers)
+        attached = mode.attach(model, streams(), AttachOptions(sharers=sharers))
 
         def loss_of(model: nn.Module, microbatch: int) -> torch.Tensor:
             return model(stack_inputs(sharers.rank, microbatch)).square().mean()
@@ -111,28 +112,28 @@ def test_gradients_of_several_microbatches_are_the_sharer_s_own():
     assert as_sharers(2, work) == [True, True]
 
 
-def on_the_host(model: nn.Module, mode: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
-    with mode.step():
-        mode.accumulate([lambda: loss() + model.blocks[1].norm.weight.square().sum()])
+def on_the_host(model: nn.Module, attached: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
+    with attached.step():
+        attached.accumulate([lambda: loss() + model.blocks[1].norm.weight.square().sum()])
 
 
-def thaw(model: nn.Module, mode: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
+def thaw(model: nn.Module, attached: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
     """The memory of its gradient and of its states is not shared."""
     model.blocks[2].norm.bias.requires_grad_(True)
-    with mode.step():
-        mode.accumulate([loss])
+    with attached.step():
+        attached.accumulate([loss])
 
 
-def add(model: nn.Module, mode: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
+def add(model: nn.Module, attached: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
     for _ in range(2):
-        with mode.step():
-            mode.accumulate([loss])
+        with attached.step():
+            attached.accumulate([loss])
 
 
-def backward_again(model: nn.Module, mode: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
+def backward_again(model: nn.Module, attached: LayerStream, loss: Callable[[], torch.Tensor]) -> None:
     """Its gradients would not be in the sums."""
-    with mode.step():
-        mode.accumulate([loss])
+    with attached.step():
+        attached.accumulate([loss])
         loss().backward()
 
 
@@ -149,8 +150,8 @@ def test_gradients_that_would_not_be_summed_are_an_error(misuse: Callable, messa
     def work(sharers: ThreadSharers) -> None:
         model, mode = Stack(depth=3), LayerStream(slots=2)
         model.blocks[2].requires_grad_(misuse is not thaw)
-        attached = mode.attach(model, streams(), sharers)
-        misuse(model, mode, lambda: model(stack_inputs(0, sharers.rank)).square().mean())
+        attached = mode.attach(model, streams(), AttachOptions(sharers=sharers))
+        misuse(model, attached, lambda: model(stack_inputs(0, sharers.rank)).square().mean())
 
     with pytest.raises(RuntimeError, match=f"^{message}"):
         as_sharers(2, work)

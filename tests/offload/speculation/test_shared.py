@@ -225,15 +225,15 @@ def test_a_second_forward_in_the_step_reads_the_weights_before_it():
 
     def work(sharers: ThreadSharers) -> list[Tensor]:
         with sharing(sharers, model_of("fp32"), undo_bytes=PLENTY if sharers.rank else 0) as sharer:
-            inputs, mode, model = stack_inputs(9, 9), sharer.mode, sharer.model
+            inputs, attached, model = stack_inputs(9, 9), sharer.attached, sharer.model
             for step in range(4):
                 sharer.optimizer.finish()
                 sharers.laid_down(None)
-                with torch.no_grad(), mode.inference():
+                with torch.no_grad(), attached.inference():
                     before = model(inputs)
                 sharers.laid_down(None)
-                with mode.step(norms=True):
-                    mode.accumulate([lambda: model(inputs).square().mean()])
+                with attached.step(norms=True):
+                    attached.accumulate([lambda: model(inputs).square().mean()])
                     sharer.wait_for_worker()
                     if step == 3:
                         with torch.no_grad():

@@ -48,28 +48,30 @@ def test_after_an_exception_the_optimizer_is_as_before_the_step(speculates: bool
 
     def wait_for_the_worker() -> None:
         deadline = time.monotonic() + 300
-        while speculates and mode.counters().speculated_parameters == made_before[0] and time.monotonic() < deadline:
+        while (
+            speculates and attached.counters().speculated_parameters == made_before[0] and time.monotonic() < deadline
+        ):
             time.sleep(0.001)
 
     failing_once(model, [3], wait_for_the_worker)
-    with updating(mode, model, early=False, speculation=speculation) as optimizer:
+    with updating(mode, model, early=False, speculation=speculation) as (attached, optimizer):
         for step in range(3):
-            one_step(model, mode, step)
+            one_step(model, attached, step)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.finish()
         before = [tensor.clone() for tensor in (*model.parameters(), *states_of(optimizer))]
-        made_before[0] = mode.counters().speculated_parameters
+        made_before[0] = attached.counters().speculated_parameters
         with pytest.raises(StepError):
-            one_step(model, mode, 3)
+            one_step(model, attached, 3)
         if speculates:
-            assert mode.counters().undone_parameters
+            assert attached.counters().undone_parameters
         # Without waiting for anything.
         states = optimizer.state
         assert_same([tensor.detach() for tensor in (*model.parameters(), *in_order(optimizer))], before)
         assert not optimizer.has_begun
         optimizer.zero_grad()
-        one_step(model, mode, 4)
+        one_step(model, attached, 4)
         optimizer.step()
         optimizer.finish()
         assert all(state["step"] == 4 for state in states.values())
@@ -93,14 +95,13 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_who_looks_between_backward_and_step_sees_the_state_before_the_step(reader: str):
     model, theirs = made(Stack), made(Stack)
-    mode, other = LayerStream(slots=2), LayerStream(slots=2)
-    speculation = Speculation(1e9, PLENTY)
+    mode, speculation = LayerStream(slots=2), Speculation(1e9, PLENTY)
     with (
-        updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer,
-        updating(other, theirs, early=False) as reference,
+        updating(mode, model, early=False, speculation=speculation, speculate="on") as (attached, optimizer),
+        updating(mode, theirs, early=False) as (other, reference),
     ):
         for step in range(5):
-            for each, of in ((model, mode), (theirs, other)):
+            for each, of in ((model, attached), (theirs, other)):
                 one_step(each, of, step)
             seen = []
             for each, by in ((model, optimizer), (theirs, reference)):
@@ -114,7 +115,7 @@ def test_who_looks_between_backward_and_step_sees_the_state_before_the_step(read
         for by in (optimizer, reference):
             by.finish()
         assert_same(list(model.parameters()), list(theirs.parameters()))
-        assert mode.counters().undone_parameters
+        assert attached.counters().undone_parameters
 
 
 Steps = Callable[[Stack, LayerStream, HostAdamW], None]
@@ -127,10 +128,10 @@ def same_as_deferred(
     results = []
     for speculation in (None, Speculation(limit, PLENTY)):
         model, mode = made(make, dtype), LayerStream(slots=2)
-        with updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer:
-            steps(model, mode, optimizer)
+        with updating(mode, model, early=False, speculation=speculation, speculate="on") as (attached, optimizer):
+            steps(model, attached, optimizer)
             results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
-            undone = mode.counters().undone_parameters
+            undone = attached.counters().undone_parameters
     assert_same(*results)
     return undone
 
@@ -149,16 +150,16 @@ def test_gradients_are_added_over_steps_and_updates_taken_back():
 
 @pytest.mark.usefixtures("in_time")
 def test_steps_that_are_skipped_are_undone():
-    def steps(model: Stack, mode: LayerStream, optimizer: HostAdamW) -> None:
+    def steps(model: Stack, attached: LayerStream, optimizer: HostAdamW) -> None:
         for step in range(6):
-            before = mode.counters().speculated_parameters
-            one_step(model, mode, step)
+            before = attached.counters().speculated_parameters
+            one_step(model, attached, step)
             if step in (2, 3):
                 # On a busy machine the worker may not have begun: then there is nothing to undo.
                 deadline = time.monotonic() + 30
                 while (
                     isinstance(optimizer.deferral, SpeculativeOverlap)
-                    and mode.counters().speculated_parameters == before
+                    and attached.counters().speculated_parameters == before
                     and time.monotonic() < deadline
                 ):
                     time.sleep(0.001)
@@ -198,12 +199,15 @@ def test_an_update_without_an_inverse_is_taken_back_at_once():
 @pytest.mark.parametrize("what", ["gradient", "parameter"])
 def test_a_change_that_would_be_lost_is_an_error(what: str, how: str):
     model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=False, speculation=Speculation(1e9, PLENTY), speculate="on") as optimizer:
+    with updating(mode, model, early=False, speculation=Speculation(1e9, PLENTY), speculate="on") as (
+        attached,
+        optimizer,
+    ):
         for step in range(8):
-            one_step(model, mode, step)
+            one_step(model, attached, step)
             if step == 7:
                 parameter = model.blocks[3].up.weight
-                while is_busy(mode._overlap._worker):
+                while is_busy(attached._overlap._worker):
                     time.sleep(0.001)
                 assert optimizer.state[parameter]["step"] == 8
                 changed = parameter.grad if what == "gradient" else parameter

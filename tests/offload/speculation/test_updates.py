@@ -17,7 +17,7 @@ from offload.optimizer.overlap import Overlap
 from offload.speculation.trials import Speculation, Trials
 from offload.speculation.undo_log import UndoLog
 from tests.offload.helpers.kernels import needs_compiler
-from tests.offload.helpers.models import Stack, assert_same, attached
+from tests.offload.helpers.models import Stack, assert_same, under
 from tests.offload.helpers.updates import (
     DTYPES,
     MODES,
@@ -41,16 +41,14 @@ PLENTY = 1 << 24
 @functools.cache
 def norms(model: str, dtype: str, microbatches: int, steps: int) -> list[float]:
     """The norms of the gradients of a run that is not clipped."""
-    seen = []
+    seen, watched = [], made(MODELS[model], DTYPES[dtype])
+    options = {"microbatches": microbatches, "steps": steps, "clip_norm": 1e9}
 
-    class Watched(Resident):
-        def gradient_norms(self):
-            norm = gradient_norm(watched, {})
-            seen.append(norm)
-            return {}
+    def note(*_: object) -> list:
+        seen.append(gradient_norm(watched, {}))
+        return []
 
-    watched = made(MODELS[model], DTYPES[dtype])
-    train(watched, Watched(), overlaps=False, microbatches=microbatches, steps=steps, clip_norm=1e9)
+    train(watched, Resident(), overlaps=False, after_step=note, **options)
     return seen
 
 
@@ -67,8 +65,8 @@ def counted(model: nn.Module, mode, **options):
     """Trains, and returns what `train` returns and the counters of the updates."""
     last = {}
 
-    def read(optimizer) -> list:
-        last["counters"] = mode.counters()
+    def read(attached, _) -> list:
+        last["counters"] = attached.counters()
         return []
 
     return train(model, mode, after_step=read, **options), last["counters"]
@@ -147,13 +145,16 @@ def test_speculation_ends_when_the_norm_so_far_passes_the_limit():
     """The update that passes it has been made, and is undone with the others."""
     limit = 1e-6
     model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=False, speculation=Speculation(limit, PLENTY), speculate="on") as optimizer:
+    with updating(mode, model, early=False, speculation=Speculation(limit, PLENTY), speculate="on") as (
+        attached,
+        optimizer,
+    ):
         for step in range(3):
-            one_step(model, mode, step)
+            one_step(model, attached, step)
             optimizer.step(scale=0.5)
             optimizer.zero_grad()
         optimizer.finish()
-        counters = mode.counters()
+        counters = attached.counters()
         largest = max(parameter.numel() for parameter in model.parameters())
         assert 0 < counters.speculated_parameters <= 2 * largest
         assert counters.undone_parameters == counters.speculated_parameters
@@ -162,15 +163,15 @@ def test_speculation_ends_when_the_norm_so_far_passes_the_limit():
 @pytest.mark.parametrize("format", [{"master": "stochastic"}, {"state_dtype": "int8"}], ids=str)
 def test_formats_that_cannot_be_undone_are_refused(format: dict):
     model, mode = made(Stack, torch.bfloat16), LayerStream(slots=2)
-    with attached(mode, model), pytest.raises(KnobError, match="speculate"):
-        mode.overlap(host_adamw(model, **format), False, 0, Speculation(1.0, PLENTY))
+    with under(mode, model) as attached, pytest.raises(KnobError, match="speculate"):
+        attached.overlap(host_adamw(model, **format), False, 0, Speculation(1.0, PLENTY))
 
 
 def test_steps_that_follow_at_once_are_made_in_their_order(monkeypatch: pytest.MonkeyPatch):
     """Also where the order of uses has changed in the step, and another unit's update is needed first."""
     gate = held_up(monkeypatch)
 
-    def again(optimizer: HostAdamW) -> list[torch.Tensor]:
+    def again(_, optimizer: HostAdamW) -> list[torch.Tensor]:
         optimizer.step()
         gate.set()
         optimizer.finish()
@@ -188,10 +189,11 @@ def test_without_speculation_updates_wait_for_the_norm(why: str, monkeypatch: py
         monkeypatch.setattr("offload.speculation.updates.undo_library", lambda format: None)
     model, mode = made(Stack), LayerStream(slots=2)
     speculate = "on" if why == "no compiler" else "off"
-    with updating(mode, model, early=False, speculation=Speculation(1.0, PLENTY), speculate=speculate) as optimizer:
+    options = {"speculation": Speculation(1.0, PLENTY), "speculate": speculate}
+    with updating(mode, model, early=False, **options) as (attached, optimizer):
         assert type(optimizer.deferral) is Overlap
         for step in range(3):
-            one_step(model, mode, step)
+            one_step(model, attached, step)
             assert not optimizer.has_begun
             optimizer.step()
             optimizer.zero_grad()

@@ -13,7 +13,7 @@ from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
 from offload.torch_private.one_thread import OneThread
 from offload.torch_private.running_microbatch import running
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs, under
 
 
 def test_threads_take_turns_or_are_refused():
@@ -48,7 +48,7 @@ def test_a_mode_refuses_a_forward_in_another_thread_during_one(make):
         with ThreadPoolExecutor(1) as pool:
             errors.append(pool.submit(model, stack_inputs(0, 1)).exception())
 
-    with attached(mode, model), mode.step():
+    with under(mode, model) as attached, attached.step():
         handle = model.blocks[1].register_forward_hook(in_another_thread)
         model(stack_inputs(0, 0))
         handle.remove()

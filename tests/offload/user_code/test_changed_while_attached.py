@@ -16,6 +16,7 @@ from tests.offload.helpers.user_code import (
     MODES,
     RESIDENT_MODES,
     NoMode,
+    as_resident,
     evaluate,
     same_as_resident,
     train_step,
@@ -48,43 +49,38 @@ def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
 
 
 @EVERY_MODE_OR_NONE
-def test_pruned_before(make: Callable):
-    same_as_resident(make, scenario, pruned)
-
-
-@EVERY_MODE_OR_NONE
-def test_weights_computed_by_hooks(make: Callable):
-    if make().recomputes:
+@pytest.mark.parametrize("build", [pruned, normalised_by_hooks])
+def test_weights_computed_by_hooks(make: Callable, build: Callable[[], nn.Module]):
+    if build is normalised_by_hooks and make().recomputes:
         pytest.skip("the hook changes its buffers in the recompute, too")
-    same_as_resident(make, scenario, normalised_by_hooks)
+    same_as_resident(make, scenario, build)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(hidden)) * self.scale
 
 
 @EVERY_MODE_OR_NONE
-def test_buffers_changed_inside_a_step(make: Callable):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.register_buffer("scale", torch.ones(8))
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.linear(hidden)) * self.scale
-
-    def annealed(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = []
-        for step in range(2):
-            with mode.step():
-                for microbatch in range(2):
-                    for block in model:
-                        block.scale.mul_(0.5)
-                    loss = model(stack_inputs(step, microbatch)).square().mean()
-                    loss.backward()
-                    seen.append(loss.detach())
-            seen += [p.grad.clone() for p in model.parameters()]
-            model.zero_grad()
-        return seen
-
-    same_as_resident(make, annealed, lambda: nn.Sequential(*(Scaled() for _ in range(4))))
+@as_resident(lambda: nn.Sequential(*(Scaled() for _ in range(4))))
+def test_buffers_changed_inside_a_step(model: nn.Module, attached) -> list[torch.Tensor]:
+    seen = []
+    for step in range(2):
+        with attached.step():
+            for microbatch in range(2):
+                for block in model:
+                    block.scale.mul_(0.5)
+                loss = model(stack_inputs(step, microbatch)).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+        seen += [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+    return seen
 
 
 CHANGES = {
@@ -98,13 +94,13 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_parameter_that_is_gone_is_named_and_detach_works(make: Callable, change: Callable):
     model, mode = Stack(), make()
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
         change(model)
         message = (
             r"^blocks\.1\.up\.weight is no longer a parameter of its module: it was pruned, parametrized or deleted"
         )
-        for compute in (lambda: evaluate(model), lambda: train_step(model, mode)):
+        for compute in (lambda: evaluate(model), lambda: train_step(model, attached)):
             with pytest.raises(RuntimeError, match=message) as refused:
                 compute()
             assert "\n" not in str(refused.value)
@@ -112,20 +108,20 @@ def test_a_parameter_that_is_gone_is_named_and_detach_works(make: Callable, chan
         return
     # Detached and attached again, it streams as it is now.
     mode = make()
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
 
 
 @EVERY_MODE_OR_NONE
 def test_pruning_ended_while_attached(make: Callable):
     model, mode = pruned(), make()
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
         for layer in (model.stem, model.blocks[1].up, model.blocks[2].down):
             prune.remove(layer, "weight")
     mode = make()
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
 
 
 CONVERSIONS = {
@@ -166,21 +162,21 @@ def test_a_model_converted_while_attached(make: Callable, conversion: str, detac
         same_as_resident(make, converted)
         return
     model, mode = Stack(), make()
-    with under(mode, model):
+    with under(mode, model) as attached:
         convert(model)
         with pytest.raises(RuntimeError, match=r"was moved or replaced; detach the mode before model\.to"):
-            train_step(model, mode)
+            train_step(model, attached)
     if undo is not None:
         undo(model)
         mode = make()
-        with under(mode, model):
-            train_step(model, mode)
+        with under(mode, model) as attached:
+            train_step(model, attached)
 
 
 @pytest.mark.parametrize("make", RESIDENT_MODES.values(), ids=RESIDENT_MODES)
 def test_detach_after_a_conversion_of_what_is_resident(make: Callable):
     model, mode = Stack(), make()
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
         model.double()
     assert all(p.device.type == "cpu" and p.dtype is torch.float64 for p in model.parameters())

@@ -86,31 +86,14 @@ COPIES = saving(aten.copy_.default, aten.fill_.Scalar, aten.clone.default, aten.
 @ON_EVERY_DEVICE
 @pytest.mark.sampled
 def test_selective_checkpoints(make: Callable, contexts: Callable, inside: bool):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
-        with mode.step():
+    def scenario(model: nn.Module, attached) -> list[torch.Tensor]:
+        seen = [train_step(model, attached), train_step(model, attached, 1), evaluate(model)]
+        with attached.step():
             for microbatch in range(2):
                 model(stack_inputs(2, microbatch)).square().mean().backward()
         return [*seen, *(p.grad.clone() for p in model.parameters())]
 
     same_as_resident(make, scenario, lambda: Selective(contexts, inside))
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: BounceLinear(outside="stream", slots=8), LayerStream, lambda: ShardOffload(shards=2)]
-)
-@pytest.mark.parametrize("contexts", [saving(), saving(aten.t.default)], ids=["all", "transposes"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_selective_checkpoint_that_keeps_a_weight_is_refused(make: Callable, contexts: Callable, inside: bool):
-    """It would use the memory of the weight when other weights are there."""
-    model, mode = Selective(contexts, inside), make()
-    message = r"^a selective checkpoint saves the result of aten\.t\.default, which is a view of blocks\.0\.up\.weight"
-    with under(mode, model):
-        with pytest.raises(RuntimeError, match=message) as refused:
-            train_step(model, mode)
-        assert "\n" not in str(refused.value)
-        with torch.no_grad():
-            model(stack_inputs(0, 0))
 
 
 class Functional(nn.Module):
@@ -127,19 +110,39 @@ class Functional(nn.Module):
         return checkpoint(run, hidden, use_reentrant=False, context_fn=self.contexts)
 
 
+def functions(contexts: Callable) -> nn.Module:
+    return nn.Sequential(*(Functional(contexts) for _ in range(5)))
+
+
 @EVERY_MODE_OR_NONE
 @ON_EVERY_DEVICE
-@as_resident(lambda: nn.Sequential(*(Functional(PRODUCTS) for _ in range(5))))
+@as_resident(lambda: functions(PRODUCTS))
 def test_a_selective_checkpoint_of_a_function_that_reads_a_weight(model: nn.Module, mode) -> list[torch.Tensor]:
     return [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
 
 
-@pytest.mark.parametrize("make", [BounceLinear, LayerStream, lambda: ShardOffload(shards=2)])
-def test_a_function_in_a_selective_checkpoint_that_keeps_a_weight_is_refused(make: Callable):
-    model, mode = nn.Sequential(*(Functional(saving(aten.t.default)) for _ in range(5))), make()
-    message = r"^a selective checkpoint saves the result of aten\.t\.default, which is a view of (\d\.|a )weight"
-    with under(mode, model), pytest.raises(RuntimeError, match=message):
-        train_step(model, mode)
+KEEPING = {
+    "around": (lambda contexts: Selective(contexts, inside=False), r"blocks\.0\.up\.weight"),
+    "inside": (lambda contexts: Selective(contexts, inside=True), r"blocks\.0\.up\.weight"),
+    "function": (functions, r"(\d\.|a )weight"),
+}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: BounceLinear(outside="stream", slots=8), LayerStream, lambda: ShardOffload(shards=2)]
+)
+@pytest.mark.parametrize("contexts", [saving(), saving(aten.t.default)], ids=["all", "transposes"])
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_selective_checkpoint_that_keeps_a_weight_is_refused(make: Callable, contexts: Callable, kind: str):
+    """It would use the memory of the weight when other weights are there."""
+    build, weight = KEEPING[kind]
+    model, mode = build(contexts), make()
+    message = rf"^a selective checkpoint saves the result of aten\.t\.default, which is a view of {weight}"
+    with under(mode, model) as attached:
+        with pytest.raises(RuntimeError, match=message) as refused:
+            train_step(model, attached)
+        assert "\n" not in str(refused.value)
+        evaluate(model)
 
 
 class Layer:
@@ -199,12 +202,12 @@ class WithCache(Stack):
         return self.head(hidden) + sum(seen)
 
 
-def given(model: nn.Module, mode) -> list[torch.Tensor]:
+def given(model: nn.Module, attached) -> list[torch.Tensor]:
     """An addition of forward to its arguments is there after forward, and none comes with backward."""
     found = []
     for number in range(2):
         cache, seen = KeyCache(), []
-        with mode.step():
+        with attached.step():
             loss = model(stack_inputs(0, number), cache, seen).square().mean()
             loss.backward(retain_graph=number == 1)
             if number == 1:
@@ -234,9 +237,9 @@ def test_a_cache_and_a_list_that_recomputed_blocks_add_to(model: nn.Module, mode
 
 def test_a_cache_that_is_written_to_in_place_is_refused():
     model, mode = WithCache(), ShardOffload(shards=2)
-    with under(mode, model):
+    with under(mode, model) as attached:
         message = "forward wrote to the tensors of a StaticCache in place, .* call the model with use_cache=False"
-        with pytest.raises(RuntimeError, match=message), mode.step():
+        with pytest.raises(RuntimeError, match=message), attached.step():
             model(stack_inputs(0, 0), StaticCache()).sum().backward()
         evaluate(model)
 
@@ -306,11 +309,11 @@ def checkpointed(part: Callable[[], nn.Module], inside: bool) -> Stack:
     return model
 
 
-def accumulated(model: nn.Module, mode) -> list[torch.Tensor]:
+def accumulated(model: nn.Module, attached) -> list[torch.Tensor]:
     """Two steps of two microbatches, the second through a graph that is kept."""
     found = []
     for step in range(2):
-        with mode.step():
+        with attached.step():
             for microbatch in range(2):
                 loss = model(stack_inputs(step, microbatch)).square().mean()
                 loss.backward(retain_graph=step == 1)

@@ -47,15 +47,15 @@ def small() -> nn.Module:
     return Stack(depth=2)
 
 
-def accumulated(model: Callable, mode, parameters: list) -> list[torch.Tensor]:
+def accumulated(model: Callable, attached, parameters: list) -> list[torch.Tensor]:
     """Two microbatches in the order of the mode."""
     losses = [lambda number=number: model(stack_inputs(9, number)).square().mean() for number in range(2)]
-    with mode.step():
-        if mode is NoMode:
+    with attached.step():
+        if attached is NoMode:
             for loss in losses:
                 loss().backward()
         else:
-            mode.accumulate(losses)
+            attached.accumulate(losses)
     return [p.grad.clone() for p in parameters]
 
 
@@ -96,23 +96,23 @@ def test_compiled_before_a_mode_is_attached(make: Callable, build: Callable[[], 
 
 @pytest.mark.parametrize("make", [LayerStream, RESIDENT_MODES["tensor_swap"]])
 @as_resident(small)
-def test_a_compiled_function_that_has_the_backward_pass_in_it(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_a_compiled_function_that_has_the_backward_pass_in_it(model: nn.Module, attached) -> list[torch.Tensor]:
     @torch.compile(backend=BACKEND)
     def passes(inputs: torch.Tensor) -> torch.Tensor:
         loss = model(inputs).square().mean()
         loss.backward()
         return loss
 
-    with mode.step():
+    with attached.step():
         loss = passes(stack_inputs(0, 0))
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
 def test_activations_of_compiled_code_are_swapped():
     model, mode = small(), TensorSwap(RESIDENT_MODES["none"]())
-    with under(mode, model):
-        train_step(torch.compile(model, backend=BACKEND), mode)
-        assert mode.counters().swapped_bytes > 0
+    with under(mode, model) as attached:
+        train_step(torch.compile(model, backend=BACKEND), attached)
+        assert attached.counters().swapped_bytes > 0
 
 
 def layer() -> nn.Module:
@@ -178,9 +178,9 @@ EXPORTS = {
 @pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS)
 def test_an_attached_model_is_not_scripted_or_exported_but_its_copy(make: Callable, export: Callable):
     model, mode = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), make()
-    with under(mode, model):
+    with under(mode, model) as attached:
         with pytest.raises(AttributeError, match=r"^the forward of \w+ is replaced by an offload mode .* a copy"):
             export(model)
         # The copy's weights are where those of the mode are, on the host.
         export(copy.deepcopy(model).to(stack_inputs(0, 0).device))
-        train_step(model, mode)
+        train_step(model, attached)

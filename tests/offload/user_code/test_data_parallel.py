@@ -34,18 +34,18 @@ def trained(mode: Mode, inside: bool, **options: bool) -> list[torch.Tensor]:
     """
     model, streams = small_model(), acquire("cpu")
     parallel = DistributedDataParallel(model, **options)
-    mode.attach(model if inside else parallel, streams)
+    attached = mode.attach(model if inside else parallel, streams)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
     for step in range(2):
         for microbatch in range(step + 1):
             inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(3 * step + microbatch + dist.get_rank()))
-            with mode.step():
+            with attached.step():
                 loss = parallel(inputs).square().mean()
                 loss.backward()
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    mode.detach()
+    attached.detach()
     release(streams)
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
@@ -83,24 +83,24 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def test_updates_inside_backward_are_refused(alone):
     """They would begin before the gradients are summed."""
     model, mode, streams = small_model(), LayerStream(slots=2), acquire("cpu")
-    mode.attach(model, streams)
-    mode.overlap(HostAdamW(model.parameters()), early=True)
+    attached = mode.attach(model, streams)
+    attached.overlap(HostAdamW(model.parameters()), early=True)
     parallel = DistributedDataParallel(model)
-    with pytest.raises(RuntimeError, match=r"^DistributedDataParallel sums gradients .* early=False"), mode.step():
+    with pytest.raises(RuntimeError, match=r"^DistributedDataParallel sums gradients .* early=False"), attached.step():
         parallel(torch.zeros(1, 7))
-    mode.detach()
+    attached.detach()
     release(streams)
 
 
 def test_microbatches_run_one_after_another(alone):
     """Side by side they would be summed once."""
     model, mode, streams = small_model(), ShardOffload(shards=2), acquire("cpu")
-    mode.attach(model, streams)
+    attached = mode.attach(model, streams)
     parallel = DistributedDataParallel(model)
     losses = [lambda: parallel(torch.ones(1, 7)).mean()] * 2
-    with pytest.warns(RuntimeWarning, match="they run one after another"), mode.step():
-        mode.accumulate(losses)
-    with mode.step():
-        mode.accumulate(losses)
-    mode.detach()
+    with pytest.warns(RuntimeWarning, match="they run one after another"), attached.step():
+        attached.accumulate(losses)
+    with attached.step():
+        attached.accumulate(losses)
+    attached.detach()
     release(streams)

@@ -41,8 +41,8 @@ def test_a_sharded_layer_that_the_mode_leaves_out_is_its_owner_s(mesh: DeviceMes
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(model[1], mesh=mesh)
     mode = BounceLinear(exclude=["1"])
-    mode.attach(model, streams)
-    with mode.step():
+    attached = mode.attach(model, streams)
+    with attached.step():
         model(torch.ones(3, 2)).sum().backward()
     assert model[1].bias.grad.full_tensor().tolist() == [3.0, 3.0]
-    mode.detach()
+    attached.detach()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
+from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.streams.transfer import Transfer
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+from tests.offload.helpers.models import Stack, assert_same, stack_inputs, under
 
 MODES = {
     "bounce_linear": lambda: BounceLinear(slots=2),
@@ -20,6 +20,12 @@ MODES = {
     "shard_offload": lambda: ShardOffload(shards=2),
     "tensor_swap": lambda: TensorSwap(LayerStream(slots=2)),
 }
+
+
+def step(attached, model: nn.Module) -> None:
+    model.zero_grad()
+    with attached.step():
+        model(stack_inputs(0, 0)).square().mean().backward()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
@@ -37,24 +43,16 @@ def test_the_next_step_is_right(mode: str, error: type[BaseException], monkeypat
                 raise error("no memory")
             return copies_in(*arguments, **keywords)
 
-        offload = MODES[mode]()
-
-        def step(offload=offload, model=model) -> None:
-            model.zero_grad()
-            with offload.step():
-                model(stack_inputs(0, 0)).square().mean().backward()
-
-        with attached(offload, model):
-            step()
+        with under(MODES[mode](), model) as attached:
+            step(attached, model)
             with monkeypatch.context() as patched:
                 patched.setattr(Transfer, "copies_in", counted)
                 try:
-                    step()
+                    step(attached, model)
                 except error:
                     failed += 1
-            step()
+            step(attached, model)
             expected(stack_inputs(0, 0)).square().mean().backward()
-            for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-                assert torch.equal(parameter.grad, other.grad)
+            assert_same([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
         assert_same([*model.parameters()], [*expected.parameters()])
     assert failed

@@ -13,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from offload.microbatches.layer_major import one_after_another
 from offload.modes.shard_offload import ShardOffload
-from tests.offload.helpers.models import Block, Stack, attached, stack_inputs
+from tests.offload.helpers.models import Block, Stack, stack_inputs, under
 from tests.offload.helpers.user_code import EVERY_MODE, NoMode, as_resident, descend
 
 MICROBATCHES = 3
@@ -23,17 +23,17 @@ class Resident(NoMode):
     accumulate = staticmethod(one_after_another)
 
 
-def accumulate(model: nn.Module, mode, step: int = 0) -> list[torch.Tensor]:
+def accumulate(model: nn.Module, attached, step: int = 0) -> list[torch.Tensor]:
     def loss(index: int) -> torch.Tensor:
         return model(stack_inputs(step, index)).square().mean()
 
-    mode = Resident if mode is NoMode else mode
-    return mode.accumulate([partial(loss, index) for index in range(MICROBATCHES)])
+    attached = Resident if attached is NoMode else attached
+    return attached.accumulate([partial(loss, index) for index in range(MICROBATCHES)])
 
 
 @EVERY_MODE
 @as_resident()
-def test_hooks_see_the_gradient_of_each_microbatch(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_hooks_see_the_gradient_of_each_microbatch(model: nn.Module, attached) -> list[torch.Tensor]:
     seen = []
     weight = model.blocks[1].up.weight
     # What is not linear differs for a sum: a clipped gradient.
@@ -43,21 +43,21 @@ def test_hooks_see_the_gradient_of_each_microbatch(model: nn.Module, mode) -> li
         model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
     ]
     for step in range(2):
-        with mode.step():
-            seen += accumulate(model, mode, step)
+        with attached.step():
+            seen += accumulate(model, attached, step)
         descend(model)
     assert len(seen) == 2 * 3 * MICROBATCHES
     for hook in hooks:
         hook.remove()
-    with mode.step():
-        seen += accumulate(model, mode)
+    with attached.step():
+        seen += accumulate(model, attached)
     return [*seen, *(parameter.grad.clone() for parameter in model.parameters())]
 
 
 @EVERY_MODE
 @pytest.mark.parametrize("mode_of_hook", ["all", "any"])
 @as_resident()
-def test_hooks_on_several_gradients_run_once_each(model: nn.Module, mode, mode_of_hook: str) -> list[torch.Tensor]:
+def test_hooks_on_several_gradients_run_once_each(model: nn.Module, attached, mode_of_hook: str) -> list[torch.Tensor]:
     seen = []
 
     def note(gradients: object) -> None:
@@ -66,23 +66,23 @@ def test_hooks_on_several_gradients_run_once_each(model: nn.Module, mode, mode_o
 
     weights = [model.head.weight, model.blocks[2].down.weight]
     register_multi_grad_hook(weights, note, mode=mode_of_hook)
-    with mode.step():
-        accumulate(model, mode)
+    with attached.step():
+        accumulate(model, attached)
     assert len(seen) == MICROBATCHES * (2 if mode_of_hook == "all" else 1)
     return seen
 
 
 @EVERY_MODE
 @as_resident()
-def test_each_microbatch_is_added_to_the_gradients_that_are_there(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_each_microbatch_is_added_to_the_gradients_that_are_there(model: nn.Module, attached) -> list[torch.Tensor]:
     # 1e8 swallows what is added to it one by one, and not the sum.
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e6)
-    with mode.step():
-        losses = accumulate(model, mode)
+    with attached.step():
+        losses = accumulate(model, attached)
     first = [parameter.grad.clone() for parameter in model.parameters()]
-    with mode.step():
-        accumulate(model, mode, 1)
+    with attached.step():
+        accumulate(model, attached, 1)
     return [*losses, *first, *(parameter.grad.clone() for parameter in model.parameters())]
 
 
@@ -105,10 +105,10 @@ def corrected() -> Stack:
 
 @EVERY_MODE
 @as_resident(corrected)
-def test_a_gradient_that_two_parameters_have_is_added_to_each(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_a_gradient_that_two_parameters_have_is_added_to_each(model: nn.Module, attached) -> list[torch.Tensor]:
     for step in range(2):
-        with mode.step():
-            accumulate(model, mode, step)
+        with attached.step():
+            accumulate(model, attached, step)
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
@@ -131,11 +131,11 @@ def gradient_that_is_there(model: nn.Module) -> None:
 def test_the_price_is_that_each_microbatch_has_the_shards_copied_in(prepare: Callable, is_slow: bool):
     def weight_bytes(prepare: Callable) -> float:
         model, mode = Stack(), ShardOffload(shards=4, slots=1)
-        with attached(mode, model):
+        with under(mode, model) as attached:
             prepare(model)
-            with mode.step():
-                accumulate(model, mode)
-            moved = mode.counters()
+            with attached.step():
+                accumulate(model, attached)
+            moved = attached.counters()
         return moved.h2d_bytes - moved.activation_h2d_bytes
 
     alone = weight_bytes(lambda model: None)

@@ -12,8 +12,8 @@ from tests.offload.helpers.user_code import EVERY_MODE, as_resident, evaluate
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def backward(model: nn.Module, mode, step: int) -> None:
-    with mode.step():
+def backward(model: nn.Module, attached, step: int) -> None:
+    with attached.step():
         model(stack_inputs(step, 0)).square().mean().backward()
 
 
@@ -41,8 +41,8 @@ def test_an_assigned_gradient_is_added_to_in_place(model: nn.Module, mode) -> li
 
 @EVERY_MODE
 @as_resident()
-def test_gradients_asked_of_autograd(model: nn.Module, mode) -> list[torch.Tensor]:
-    with mode.step():
+def test_gradients_asked_of_autograd(model: nn.Module, attached) -> list[torch.Tensor]:
+    with attached.step():
         loss = model(stack_inputs(0, 0)).square().mean()
         found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     assert all(p.grad is None for p in model.parameters())
@@ -51,8 +51,8 @@ def test_gradients_asked_of_autograd(model: nn.Module, mode) -> list[torch.Tenso
 
 @EVERY_MODE
 @as_resident()
-def test_backward_for_some_inputs_alone(model: nn.Module, mode) -> list[torch.Tensor]:
-    with mode.step():
+def test_backward_for_some_inputs_alone(model: nn.Module, attached) -> list[torch.Tensor]:
+    with attached.step():
         loss = model(stack_inputs(0, 0)).square().mean()
         loss.backward(inputs=list(model.blocks.parameters()))
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -60,7 +60,7 @@ def test_backward_for_some_inputs_alone(model: nn.Module, mode) -> list[torch.Te
 
 @EVERY_MODE
 @as_resident()
-def test_hooks_registered_before_and_after_forward(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_hooks_registered_before_and_after_forward(model: nn.Module, attached) -> list[torch.Tensor]:
     seen = []
     first, last = model.blocks[0].up.weight, model.blocks[3].down.weight
     handles = [first.register_hook(lambda gradient: gradient * 2)]
@@ -69,7 +69,7 @@ def test_hooks_registered_before_and_after_forward(model: nn.Module, mode) -> li
             [first, last], lambda gradients: seen.extend(g.clone() for g in gradients)
         )
     )
-    with mode.step():
+    with attached.step():
         loss = model(stack_inputs(0, 0)).square().mean()
         handles.append(last.register_hook(lambda gradient: gradient * 3))
         loss.backward()
@@ -81,10 +81,10 @@ def test_hooks_registered_before_and_after_forward(model: nn.Module, mode) -> li
 @EVERY_MODE
 @as_resident(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)))
 def test_a_parameter_that_a_second_derivative_lacks_has_no_gradient(
-    model: nn.Module, mode
+    model: nn.Module, attached
 ) -> list[torch.Tensor | None]:
     """Zeros would be a gradient for the optimizer, which decays the weight and counts the step."""
-    with mode.step():
+    with attached.step():
         inputs = stack_inputs(0, 0).requires_grad_()
         weighted = (model(inputs) * stack_inputs(1, 0)).sum()
         (slope,) = torch.autograd.grad(weighted, inputs, create_graph=True)
@@ -94,8 +94,8 @@ def test_a_parameter_that_a_second_derivative_lacks_has_no_gradient(
 
 @EVERY_MODE
 @as_resident()
-def test_a_graph_that_is_kept_is_differentiated_twice(model: nn.Module, mode) -> list[torch.Tensor]:
-    with mode.step():
+def test_a_graph_that_is_kept_is_differentiated_twice(model: nn.Module, attached) -> list[torch.Tensor]:
+    with attached.step():
         inputs = stack_inputs(0, 0).requires_grad_()
         loss = model(inputs).square().mean()
         loss.backward(retain_graph=True)
@@ -108,10 +108,10 @@ def test_a_graph_that_is_kept_is_differentiated_twice(model: nn.Module, mode) ->
 
 @EVERY_MODE
 @as_resident()
-def test_two_forwards_and_an_evaluation_before_one_backward(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_two_forwards_and_an_evaluation_before_one_backward(model: nn.Module, attached) -> list[torch.Tensor]:
     seen = []
     for step in range(2):
-        with mode.step():
+        with attached.step():
             first = model(stack_inputs(step, 0))
             seen.append(evaluate(model))
             (first.square().mean() + model(stack_inputs(step, 2)).exp().mean()).backward()

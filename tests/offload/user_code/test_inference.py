@@ -1,4 +1,4 @@
-"""Forwards in a row inside `mode.inference()`: the resident model's numbers, and each unit copied once a forward."""
+"""Forwards in a row inside `attached.inference()`: the resident model's numbers, each unit copied once a forward."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def rows(count: int) -> torch.Tensor:
     )
 
 
-def forwards(model: nn.Module, mode, *counts: int) -> list[torch.Tensor]:
-    with mode.inference():
+def forwards(model: nn.Module, attached, *counts: int) -> list[torch.Tensor]:
+    with attached.inference():
         return [model(rows(count)) for count in counts]
 
 
@@ -50,12 +50,12 @@ def test_forwards_of_other_shapes_between_steps(model: nn.Module, mode) -> list[
 
 @EVERY_MODE
 @as_resident()
-def test_inside_a_step_with_a_backward_after_it(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_inside_a_step_with_a_backward_after_it(model: nn.Module, attached) -> list[torch.Tensor]:
     """As a rollout before the update by it."""
     seen = []
     for step in range(3):
-        with mode.step():
-            seen += forwards(model, mode, 5, *[1] * (4 - step))
+        with attached.step():
+            seen += forwards(model, attached, 5, *[1] * (4 - step))
             loss = model(stack_inputs(step, 0)).square().mean()
             loss.backward()
             seen.append(loss.detach())
@@ -65,9 +65,9 @@ def test_inside_a_step_with_a_backward_after_it(model: nn.Module, mode) -> list[
 
 @EVERY_MODE
 @as_resident()
-def test_parts_of_the_model_in_any_order(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_parts_of_the_model_in_any_order(model: nn.Module, attached) -> list[torch.Tensor]:
     seen = []
-    with mode.inference():
+    with attached.inference():
         for order in ((0, 1, 2, 3), (0, 1, 2, 3), (3, 1), (2, 0, 3, 1), (2, 2), (0, 1, 2, 3)):
             hidden = model.stem(rows(5))
             for index in order:
@@ -124,17 +124,17 @@ def test_a_broken_promise_is_refused_where_the_version_shows_it(make: Callable, 
     model, mode = Stack(), make()
 
     def broken() -> None:
-        with mode.inference():
+        with attached.inference():
             model(rows(5))
             model.blocks[1].up.weight.mul_(1.1)
             if again:
                 model(rows(5))
                 pytest.fail("the second forward went on")
 
-    with under(mode, model):
-        with pytest.raises(RuntimeError, match=r"a parameter of .* was changed inside mode\.inference\(\)"):
+    with under(mode, model) as attached:
+        with pytest.raises(RuntimeError, match=r"a parameter of .* was changed inside attached\.inference\(\)"):
             broken()
-        assert torch.isfinite(train_step(model, mode))
+        assert torch.isfinite(train_step(model, attached))
 
 
 @EVERY_MODE
@@ -159,13 +159,13 @@ STREAMING = {
 def test_a_unit_is_copied_once_a_forward_at_most(name: str, slots: int):
     model, mode, count = Stack(depth=8), STREAMING[name](slots), 6
     unit_bytes, largest = mode.footprint(model).host_weight_bytes, mode.footprint(model).largest_unit_bytes
-    with under(mode, model):
-        for around in (mode.inference, mode.step):
-            before = mode.counters().h2d_bytes
+    with under(mode, model) as attached:
+        for around in (attached.inference, attached.step):
+            before = attached.counters().h2d_bytes
             with around(), torch.no_grad():
                 for number in range(count):
                     model(rows(1 + number))
-            moved = mode.counters().h2d_bytes - before
+            moved = attached.counters().h2d_bytes - before
             # What came in for a forward that was not made is in the slots.
             assert moved <= count * unit_bytes + slots * largest
             assert moved >= count * (unit_bytes - slots * largest)
@@ -174,52 +174,52 @@ def test_a_unit_is_copied_once_a_forward_at_most(name: str, slots: int):
 @pytest.mark.parametrize("name", STREAMING)
 def test_the_next_forward_begins_with_its_first_units_on_the_device(name: str):
     model, mode = Stack(depth=8), STREAMING[name](3)
-    with under(mode, model):
-        first, second = mode._streamer.cut.units[:2]
+    with under(mode, model) as attached:
+        first, second = attached._streamer.cut.units[:2]
         for _ in range(2):
-            with mode.inference():
+            with attached.inference():
                 for number in range(4):
                     if number > 1:
-                        assert {first, second} <= {slot.content for slot in mode._streamer._slots}
+                        assert {first, second} <= {slot.content for slot in attached._streamer._slots}
                     model(rows(5))
             # The host may change weights now.
-            assert not [slot for slot in mode._streamer._slots if slot.content is not None]
+            assert not [slot for slot in attached._streamer._slots if slot.content is not None]
 
 
 def test_units_that_fit_into_the_slots_are_copied_once_for_all_forwards():
     model, mode = Stack(), LayerStream(slots=9, outside="stream")
-    with under(mode, model):
-        forwards(model, mode, 5, 1, 5, 5)
-        assert mode.counters().h2d_bytes == mode.footprint(model).host_weight_bytes
+    with under(mode, model) as attached:
+        forwards(model, attached, 5, 1, 5, 5)
+        assert attached.counters().h2d_bytes == mode.footprint(model).host_weight_bytes
 
 
 @EVERY_MODE_OR_NONE
 def test_gradients_are_off_inside_and_inside_itself_and_on_afterwards(make: Callable):
     model, mode = Stack(), make()
-    with under(mode, model):
-        with mode.inference(), mode.inference():
+    with under(mode, model) as attached:
+        with attached.inference(), attached.inference():
             assert not torch.is_grad_enabled()
             assert not model(rows(2)).requires_grad
             model(rows(2))
         assert torch.is_grad_enabled()
-        train_step(model, mode)
+        train_step(model, attached)
 
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_what_changes_weights_or_takes_them_away_is_refused_inside(name: str):
     model, mode = Stack(), STREAMING[name](3)
-    with under(mode, model):
+    with under(mode, model) as attached:
         optimizer = HostAdamW(model.parameters(), lr=1e-3, threads=1)
-        mode.overlap(optimizer, early=False)
-        with mode.step():
+        attached.overlap(optimizer, early=False)
+        with attached.step():
             model(rows(5)).square().mean().backward()
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        with mode.inference():
-            with pytest.raises(RuntimeError, match=r"a step inside mode\.inference\(\)"), mode.step():
+        with attached.inference():
+            with pytest.raises(RuntimeError, match=r"a step inside attached\.inference\(\)"), attached.step():
                 pass
-            with pytest.raises(RuntimeError, match=r"detach inside mode\.inference\(\)"):
-                mode.detach()
-            with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) inside mode\.inference\(\)"):
+            with pytest.raises(RuntimeError, match=r"detach inside attached\.inference\(\)"):
+                attached.detach()
+            with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) inside attached\.inference\(\)"):
                 optimizer.step()
             model(rows(5))
         assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
@@ -234,14 +234,14 @@ def test_updates_that_are_under_way_come_before_their_units(name: str, early: bo
     def run(make: Callable) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, mode, seen = Stack(), make(), []
-        with under(mode, model):
+        with under(mode, model) as attached:
             optimizer = HostAdamW(model.parameters(), lr=0.1, threads=1)
-            mode.overlap(optimizer, early)
+            attached.overlap(optimizer, early)
             for step in range(3):
-                with mode.step():
-                    mode.accumulate([lambda step=step: model(stack_inputs(step, 0)).square().mean()])
+                with attached.step():
+                    attached.accumulate([lambda step=step: model(stack_inputs(step, 0)).square().mean()])
                 optimizer.step()
-                seen += forwards(model, mode, 5, 2, 5)
+                seen += forwards(model, attached, 5, 2, 5)
                 optimizer.zero_grad()
             return seen
 

@@ -17,7 +17,7 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from tests.offload.helpers import user_code
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 from tests.offload.helpers.user_code import NoMode, alike, descend, evaluate, train_step
 
 MODES = {
@@ -110,9 +110,9 @@ def use_in_a_step(model: nn.Module, mode: Mode) -> None:
     train_step(model, mode, inputs=inputs())
 
 
-def use_in_accumulate(model: nn.Module, mode: Mode) -> None:
-    with mode.step():
-        mode.accumulate([lambda: model(inputs()).mean()] * 2)
+def use_in_accumulate(model: nn.Module, attached: Mode) -> None:
+    with attached.step():
+        attached.accumulate([lambda: model(inputs()).mean()] * 2)
 
 
 def use_in_evaluation(model: nn.Module, mode: Mode) -> None:
@@ -130,14 +130,14 @@ USES = [use_in_a_step, use_in_accumulate, use_in_evaluation, use_in_an_evaluatio
 @pytest.mark.parametrize("use", USES)
 def test_nothing_is_computed_with_a_buffer_that_nobody_filled(make: Callable[[], Mode], use: Callable):
     model, mode = on_meta(), make()
-    with attached(mode, model, user_code.DEVICE):
+    with under(mode, model, user_code.DEVICE) as attached:
         by_load_state_dict(model, on_the_cpu())
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"^without values: blocks\.0\.table, blocks\.1\.table, blocks\.2\."):
-                use(model, mode)
+                use(model, attached)
         for block in model.blocks:
             block.table.copy_(torch.linspace(0, 1, 8))
-        use(model, mode)
+        use(model, attached)
 
 
 @EVERY_MODE
@@ -145,13 +145,13 @@ def test_nothing_is_computed_with_a_buffer_that_nobody_filled(make: Callable[[],
 def test_a_model_that_was_filled_trains_like_one_that_was_built_on_the_cpu(make: Callable[[], Mode], fill: Callable):
     model, twin, mode = on_meta(), on_the_cpu().to(user_code.DEVICE), make()
     expected = [train_step(twin, NoMode, inputs=inputs(step)) for step in range(2)]
-    with attached(mode, model, user_code.DEVICE):
-        with pytest.raises(RuntimeError, match=r"blocks\.0\.linear\.weight, .* and \d+ more"), mode.step():
+    with under(mode, model, user_code.DEVICE) as attached:
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.linear\.weight, .* and \d+ more"), attached.step():
             pass
         fill(model, on_the_cpu())
         for block in model.blocks:
             block.table = torch.linspace(0, 1, 8, device=block.table.device)
-        found = [train_step(model, mode, inputs=inputs(step)) for step in range(2)]
+        found = [train_step(model, attached, inputs=inputs(step)) for step in range(2)]
     assert all(map(alike, found, expected))
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert alike(one, other), name
@@ -162,15 +162,15 @@ def test_a_model_that_was_filled_trains_like_one_that_was_built_on_the_cpu(make:
 @EVERY_MODE
 def test_the_next_mode_refuses_what_was_not_filled_under_the_last(make: Callable[[], Mode]):
     model = on_meta()
-    with attached(make(), model, user_code.DEVICE):
+    with under(make(), model, user_code.DEVICE):
         by_load_state_dict(model, on_the_cpu())
     assert not any(module._forward_pre_hooks for module in model.modules())
     mode = make()
     with (
-        attached(mode, model, user_code.DEVICE),
+        under(mode, model, user_code.DEVICE) as attached,
         pytest.raises(RuntimeError, match=r"^without values: blocks\.0\.table"),
     ):
-        use_in_a_step(model, mode)
+        use_in_a_step(model, attached)
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +220,10 @@ def loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(input_ids=tokens(step), labels=tokens(step)).loss
 
 
-def losses(model: nn.Module, mode: Mode) -> list[torch.Tensor]:
+def losses(model: nn.Module, attached: Mode) -> list[torch.Tensor]:
     seen = []
     for step in range(2):
-        with mode.step():
+        with attached.step():
             value = loss(model, step)
             value.backward()
         seen.append(value.detach())
@@ -250,13 +250,13 @@ def test_a_hugging_face_model_has_its_rotary_table_before_it_trains(
     with torch.device("meta"):
         model = hugging_face(transformers)
     mode = make()
-    with attached(mode, model, user_code.DEVICE):
+    with under(mode, model, user_code.DEVICE) as attached:
         model.load_state_dict(values.state_dict())
         with pytest.raises(RuntimeError, match=r"^without values: model\.rotary_emb\.inv_freq, .*original_inv_freq\. "):
-            losses(model, mode)
+            losses(model, attached)
         with pytest.raises(RuntimeError, match=r"^without values: model\.rotary_emb\.inv_freq"), torch.no_grad():
             loss(model, 0)
         fill(model, values)
-        found = losses(model, mode)
+        found = losses(model, attached)
     assert all(map(alike, found, expected))
     assert all(map(alike, model.parameters(), twin.parameters()))

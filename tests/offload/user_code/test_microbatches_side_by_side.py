@@ -29,11 +29,11 @@ FACTOR = contextvars.ContextVar("factor", default=1.0)
 
 
 def two_steps(loss: Callable[[nn.Module, int], torch.Tensor], microbatches: int = 3) -> Callable:
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+    def scenario(model: nn.Module, attached) -> list[torch.Tensor]:
         seen = []
         for _ in range(2):
-            accumulate = one_after_another if mode is NoMode else mode.accumulate
-            with mode.step():
+            accumulate = one_after_another if attached is NoMode else attached.accumulate
+            with attached.step():
                 seen += accumulate([partial(loss, model, microbatch) for microbatch in range(microbatches)])
             seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
             descend(model)
@@ -240,21 +240,24 @@ def test_what_others_would_see_runs_one_after_another(model: nn.Module, mode, na
 @pytest.mark.parametrize("loss", [changing, changing_what_stays])
 def test_a_loss_that_changes_weights_is_refused_in_one_line(make: Callable, loss: Callable):
     model, mode = Stack(), make()
-    with under(mode, model), pytest.raises(RuntimeError, match=r"changes, freezes or replaces a weight.*in one microb"):
-        two_steps(loss)(model, mode)
+    with (
+        under(mode, model) as attached,
+        pytest.raises(RuntimeError, match=r"changes, freezes or replaces a weight.*in one microb"),
+    ):
+        two_steps(loss)(model, attached)
     # The advice works.
     same_as_resident(make, two_steps(loss, microbatches=1))
 
 
 @BOTH
 @as_resident()
-def test_a_loss_that_uses_a_weight_on_the_host_is_refused_once(model: nn.Module, mode) -> list[torch.Tensor]:
-    if mode is not NoMode:
-        with pytest.raises(SideBySideError, match="run the step again") as refused, mode.step():
-            mode.accumulate([partial(decaying, model, microbatch) for microbatch in range(3)])
+def test_a_loss_that_uses_a_weight_on_the_host_is_refused_once(model: nn.Module, attached) -> list[torch.Tensor]:
+    if attached is not NoMode:
+        with pytest.raises(SideBySideError, match="run the step again") as refused, attached.step():
+            attached.accumulate([partial(decaying, model, microbatch) for microbatch in range(3)])
         assert "\n" not in str(refused.value)
         model.zero_grad()
-    return two_steps(decaying)(model, mode)
+    return two_steps(decaying)(model, attached)
 
 
 class Hooked(Stack):
@@ -292,8 +295,8 @@ def test_an_error_of_one_is_not_hidden_by_what_others_do_as_they_end(make: Calla
             model.train()
 
     model, mode = Stack(), make()
-    with under(mode, model), pytest.raises(ZeroDivisionError), mode.step():
-        mode.accumulate([partial(loss, model, microbatch) for microbatch in range(3)])
+    with under(mode, model) as attached, pytest.raises(ZeroDivisionError), attached.step():
+        attached.accumulate([partial(loss, model, microbatch) for microbatch in range(3)])
 
 
 @BOTH
@@ -306,8 +309,12 @@ def test_accumulate_inside_a_loss_is_refused():
     model, mode = Stack(), ShardOffload(shards=2)
 
     def nested(microbatch: int) -> torch.Tensor:
-        mode.accumulate([partial(plain, model, number) for number in range(2)])
+        attached.accumulate([partial(plain, model, number) for number in range(2)])
         return plain(model, microbatch)
 
-    with under(mode, model), pytest.raises(RuntimeError, match=r"^accumulate inside a loss"), mode.step():
-        mode.accumulate([partial(nested, microbatch) for microbatch in range(2)])
+    with (
+        under(mode, model) as attached,
+        pytest.raises(RuntimeError, match=r"^accumulate inside a loss"),
+        attached.step(),
+    ):
+        attached.accumulate([partial(nested, microbatch) for microbatch in range(2)])

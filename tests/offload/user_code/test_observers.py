@@ -14,7 +14,7 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 
 WIDTH = 16
 MODES = {
@@ -53,16 +53,16 @@ def trained(mode, microbatches: int) -> dict[str, torch.Tensor]:
         return model(rows).square().mean() / microbatches
 
     found = {}
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for step in range(2):
-            with mode.step():
-                losses = mode.accumulate([functools.partial(loss_of, 10 * step + k) for k in range(microbatches)])
+            with attached.step():
+                losses = attached.accumulate([functools.partial(loss_of, 10 * step + k) for k in range(microbatches)])
             found |= {f"loss {step} {k}": loss.detach().clone() for k, loss in enumerate(losses)}
         model.eval()
         with torch.no_grad():
             found["eval"] = loss_of(100)
         model.train()
-        with mode.inference():
+        with attached.inference():
             found["inference"] = loss_of(101).clone()
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     return found | {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}

@@ -46,8 +46,8 @@ def test_what_only_a_leaf_can_do_is_refused_in_a_forward(make: Callable):
     """tests/offload/weights/windows/test_stand_in_class.py has all that only a leaf can do."""
     model, mode = stack_of(Hooking)(), make()
     refusal = pytest.raises(RuntimeError, match=r"^a weight that streams .* inside a forward")
-    with under(mode, model), refusal as refused:
-        train_step(model, mode)
+    with under(mode, model) as attached, refusal as refused:
+        train_step(model, attached)
     assert "\n" not in str(refused.value)
 
 
@@ -58,10 +58,10 @@ def test_attributes_that_a_forward_sets_on_a_parameter_stay(make: Callable):
             self.weight.mark = hidden.shape[0]
             return super().forward(hidden) * getattr(self.weight, "scale", 1.0)
 
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen = [train_step(model, mode)]
+    def scenario(model: nn.Module, attached) -> list[torch.Tensor]:
+        seen = [train_step(model, attached)]
         model.blocks[1].weight.scale = 2.0
-        with mode.step():
+        with attached.step():
             model(stack_inputs(1, 0)).sum().backward()
             model.blocks[0].weight.scale = 3.0
             model(stack_inputs(1, 1)).sum().backward()
@@ -72,9 +72,9 @@ def test_attributes_that_a_forward_sets_on_a_parameter_stay(make: Callable):
 
 @EVERY_MODE
 @as_resident()
-def test_gradients_with_a_graph_of_their_own(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_gradients_with_a_graph_of_their_own(model: nn.Module, attached) -> list[torch.Tensor]:
     """`backward(create_graph=True)`, and a penalty on the gradients."""
-    with mode.step():
+    with attached.step():
         model(stack_inputs(0, 0)).square().mean().backward(create_graph=True)
         penalty = sum(parameter.grad.square().sum().cpu() for parameter in model.parameters())
         for parameter in model.parameters():
@@ -91,11 +91,11 @@ class InBfloat16(Stack):
 
 @EVERY_MODE
 def test_gradients_of_another_dtype_are_added_to(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+    def scenario(model: nn.Module, attached) -> list[torch.Tensor]:
         for parameter in model.parameters():
             parameter.grad_dtype = None
             parameter.grad = torch.full_like(parameter, 1e-3, dtype=torch.float32)
-        with mode.step():
+        with attached.step():
             for microbatch in range(2):
                 model(stack_inputs(0, microbatch)).float().square().mean().backward()
         return gradients(model)
@@ -109,18 +109,21 @@ def test_gradients_of_another_dtype_are_added_to(make: Callable):
 def test_a_parameter_that_wants_gradients_of_another_dtype_is_refused():
     model, mode = InBfloat16().bfloat16(), LayerStream()
     model.blocks[0].up.weight.grad_dtype = torch.float32
-    with under(mode, model), pytest.raises(RuntimeError, match=r"^blocks\.0\.up\.weight has grad_dtype torch\.float32"):
-        mode.step().__enter__()
+    with (
+        under(mode, model) as attached,
+        pytest.raises(RuntimeError, match=r"^blocks\.0\.up\.weight has grad_dtype torch\.float32"),
+    ):
+        attached.step().__enter__()
 
 
 @EVERY_MODE
 def test_a_state_dict_that_is_made_inside_a_forward(make: Callable):
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+    def scenario(model: nn.Module, attached) -> list[torch.Tensor]:
         if make().recomputes:
             pytest.skip("the hook runs in the recompute, too")
         found = []
         handle = model.blocks[1].register_forward_hook(lambda block, *_: found.append(block.state_dict()))
-        with mode.step():
+        with attached.step():
             model(stack_inputs(0, 0)).sum().backward()
         handle.remove()
         return list(found[0].values())
@@ -131,13 +134,13 @@ def test_a_state_dict_that_is_made_inside_a_forward(make: Callable):
 @EVERY_MODE
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @as_resident()
-def test_a_fused_optimizer_inside_a_step(model: nn.Module, mode, kind: type) -> list[torch.Tensor]:
+def test_a_fused_optimizer_inside_a_step(model: nn.Module, attached, kind: type) -> list[torch.Tensor]:
     """Its kernels raise no version counter."""
     if len({parameter.device for parameter in model.parameters()}) > 1:
         pytest.skip("each device of a fused optimizer rounds in its own way")
     optimizer = kind(model.parameters(), lr=0.1, fused=True)
     seen = []
-    with mode.step():
+    with attached.step():
         for microbatch in range(3):
             loss = model(stack_inputs(0, microbatch)).square().mean()
             loss.backward()
@@ -172,17 +175,17 @@ def test_a_buffer_that_requires_a_gradient_is_refused():
 @pytest.mark.parametrize("how", ["one parameter", "the same data"])
 def test_weights_that_are_tied_while_attached_are_refused(make: Callable, how: str):
     model, mode = Stack(), make()
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
         first, last = model.blocks[0].up, model.blocks[3].up
         if how == "one parameter":
             last.weight = first.weight
         else:
             last.weight.data = first.weight.data
         with pytest.raises(RuntimeError, match=r"^blocks\.0\.up\.weight and blocks\.3\.up\.weight share memory"):
-            train_step(model, mode)
+            train_step(model, attached)
         last.weight = nn.Parameter(copy.deepcopy(first.weight.detach()))
-        train_step(model, mode)
+        train_step(model, attached)
 
 
 @EVERY_MODE
@@ -191,7 +194,7 @@ def test_data_given_between_forward_and_backward_is_refused(make: Callable):
     model, mode = Stack(), make()
     if mode.recomputes:
         pytest.skip("it computes with the new values, as activation checkpoints do")
-    with under(mode, model), mode.step():
+    with under(mode, model) as attached, attached.step():
         loss = model(stack_inputs(0, 0)).sum()
         for parameter in model.parameters():
             parameter.data = parameter.data * 0.9
@@ -215,8 +218,11 @@ class Renorms(nn.Module):
 def test_a_weight_that_a_recompute_would_change_again_is_refused():
     same_as_resident(LayerStream, three_steps, stack_of(Renorms))
     model, mode = stack_of(Renorms)(), ShardOffload(shards=2)
-    with under(mode, model), pytest.raises(RuntimeError, match=r"^blocks\.3\.inner\.weight was changed by a forward"):
-        train_step(model, mode)
+    with (
+        under(mode, model) as attached,
+        pytest.raises(RuntimeError, match=r"^blocks\.3\.inner\.weight was changed by a forward"),
+    ):
+        train_step(model, attached)
 
 
 TRANSFORMS = {
@@ -231,8 +237,11 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_of_torch_func_are_refused_in_one_line(make: Callable, transform: Callable):
     model, mode = Stack(), make()
-    with under(mode, model):
-        with mode.step(), pytest.raises(RuntimeError, match=r"^torch\.func .* do not work on a model whose weights"):
+    with under(mode, model) as attached:
+        with (
+            attached.step(),
+            pytest.raises(RuntimeError, match=r"^torch\.func .* do not work on a model whose weights"),
+        ):
             transform(model, stack_inputs(0, 0))
-        train_step(model, mode)
+        train_step(model, attached)
         transform(copy.deepcopy(model).to(stack_inputs(0, 0).device), stack_inputs(0, 0))

@@ -21,7 +21,7 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.planning.dry_run import MOVED, dry_run
 from offload.torch_private.tensor_parts import parts, state_of, true_bytes, wraps
-from tests.offload.helpers.models import assert_same, attached
+from tests.offload.helpers.models import assert_same, under
 from tests.offload.helpers.modes import mode_classes, small
 from tests.offload.helpers.quantised import KINDS, Model, Nested, bytes_of, inputs, same_as_resident
 from tests.offload.helpers.small import swap_small
@@ -105,7 +105,7 @@ def test_what_its_user_changes_inside_a_step_is_used(kind: str, change: Callable
     made = Model(kind)
     resident = copy.deepcopy(made)
     mode = LayerStream(slots=4)
-    with attached(mode, made), mode.step():
+    with under(mode, made) as attached, attached.step():
         for model in (made, resident):
             model(inputs(0, 0)).sum().backward()
             with torch.no_grad():
@@ -116,7 +116,7 @@ def test_what_its_user_changes_inside_a_step_is_used(kind: str, change: Callable
 @SOME
 def test_other_parts_between_forward_and_backward_are_refused(kind: str):
     model, mode = Model(kind), LayerStream(slots=4)
-    with attached(mode, model), mode.step():
+    with under(mode, model) as attached, attached.step():
         loss = model(inputs(0, 0)).sum()
         twice_as_large(model)
         with pytest.raises(RuntimeError, match=r"second\.weight, needed for gradient computation, has been modified"):
@@ -129,7 +129,7 @@ def test_a_state_dict_of_an_attached_model_is_saved_and_loaded(kind: str):
     expected = bytes_of(made)
     for each in parts(other.blocks[0].second.weight):
         each.data.zero_()
-    with attached(LayerStream(), made):
+    with under(LayerStream(), made):
         file = io.BytesIO()
         torch.save(made.state_dict(), file)
         # No tensor takes the block that it lies in with it.
@@ -154,13 +154,13 @@ def test_a_plan_has_the_true_bytes(mode, kind: str):
     assert footprint == mode().footprint(made)
     assert footprint.host_weight_bytes + footprint.resident_bytes < sum(tensor.nbytes for tensor in made.parameters())
     planned = dry_run(mode(), on_meta, losses(on_meta, "meta"))
-    with attached(measured := mode(), made):
+    with under(mode(), made) as attached:
         for _ in range(3):
             made.zero_grad(set_to_none=True)
-            before = measured.counters()
-            with measured.step():
-                measured.accumulate(losses(made, "cpu"))
-        after = measured.counters()
+            before = attached.counters()
+            with attached.step():
+                attached.accumulate(losses(made, "cpu"))
+        after = attached.counters()
     assert planned.host_bytes == after.host_pageable_bytes
     assert {key: planned.total(key) for key in MOVED} == {key: getattr(after - before, key) for key in MOVED}
 
@@ -170,8 +170,8 @@ def test_torch_moves_the_parts_and_not_the_matrix():
     made = Model("nested")
     moved = []
     hooks = SaveOnCpu(Resident())
-    with attached(hooks, made), hooks.step():
-        copies = hooks._copies._hooks
+    with under(hooks, made) as attached, attached.step():
+        copies = attached.activations._copies._hooks
         inside, copies.pack_hook = copies.pack_hook, lambda tensor: moved.append(tensor) or inside(tensor)
         made(inputs(0, 0)).sum().backward()
     assert not any(map(wraps, moved))
@@ -187,9 +187,9 @@ def test_one_that_trains_is_refused_and_the_model_is_as_it_was():
         LayerStream().attach(made, None)
     assert all(one is other for one, other in zip(made.parameters(), before, strict=True))
     made.blocks[1].second.weight.requires_grad_(False)
-    with attached(mode := LayerStream(), made):
+    with under(LayerStream(), made) as attached:
         made.blocks[1].second.weight.requires_grad_(True)
-        with pytest.raises(ValueError, match="is a Nested that trains"), mode.step():
+        with pytest.raises(ValueError, match="is a Nested that trains"), attached.step():
             pass
         made.blocks[1].second.weight.requires_grad_(False)
 
@@ -203,18 +203,18 @@ def test_one_that_is_not_quantised_yet_is_refused():
 
 def test_another_kind_in_its_place_is_refused():
     made = Model("nested")
-    with attached(mode := LayerStream(), made):
+    with under(LayerStream(), made) as attached:
         found = made.blocks[1].second.weight
         made.blocks[1].second.weight = nn.Parameter(Nested.of(found.dequantize()[:8]), requires_grad=False)
         with (
             pytest.raises(RuntimeError, match=r"blocks\.1\.second\.weight is .* it was moved or replaced"),
-            mode.step(),
+            attached.step(),
         ):
             pass
         made.blocks[1].second.weight = nn.Parameter(found.dequantize(), requires_grad=False)
         with (
             pytest.raises(RuntimeError, match=r"blocks\.1\.second\.weight is .* it was moved or replaced"),
-            mode.step(),
+            attached.step(),
         ):
             pass
         made.blocks[1].second.weight = found
@@ -286,11 +286,11 @@ def test_updates_beside_the_step_leave_them_alone(early: bool, monkeypatch: pyte
     for overlaps in (False, True):
         made = Model("nested")
         optimizer = HostAdamW((p for p in made.parameters() if p.requires_grad), lr=0.01)
-        with attached(mode := LayerStream(slots=2, outside="stream"), made):
+        with under(LayerStream(slots=2, outside="stream"), made) as attached:
             if overlaps:
-                mode.overlap(optimizer, early)
+                attached.overlap(optimizer, early)
             for step in range(3):
-                with mode.step():
+                with attached.step():
                     made(inputs(step, 0)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

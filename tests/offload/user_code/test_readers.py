@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.streams.device_work import HostOperandError
-from tests.offload.helpers.models import attached, stack_inputs
+from tests.offload.helpers.models import stack_inputs, under
 from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -207,8 +207,8 @@ def test_a_forward_gives_a_weight_its_memory_in_another_order(make: Callable):
     same_as_resident(make, scenario, build)
     model, mode = build(), make()
     # Backward would find another order in the slot than it has saved.
-    with attached(mode, model), pytest.raises(RuntimeError, match="has been modified since forward"):
-        train_step(model, mode)
+    with under(mode, model) as attached, pytest.raises(RuntimeError, match="has been modified since forward"):
+        train_step(model, attached)
 
 
 def test_a_change_that_would_be_lost_is_refused():
@@ -220,10 +220,10 @@ def test_a_change_that_would_be_lost_is_refused():
 
     model, mode = Model(), BounceLinear(outside="stream", slots=1)
     with (
-        attached(mode, model),
+        under(mode, model) as attached,
         pytest.raises(RuntimeError, match=r"blocks.1.out.weight was changed .* give the mode more slots"),
     ):
-        train_step(model, mode)
+        train_step(model, attached)
 
 
 def test_a_weight_that_is_kept_elsewhere_is_named():
@@ -235,9 +235,9 @@ def test_a_weight_that_is_kept_elsewhere_is_named():
 
     model, mode = Model(), BounceLinear(slots=2)
     model.kept = [model.head.weight]
-    with attached(mode, model):
+    with under(mode, model) as attached:
         with pytest.raises(HostOperandError, match=r"head: .* takes it in host memory"):
-            train_step(model, mode)
+            train_step(model, attached)
         with pytest.raises(HostOperandError), torch.no_grad():
             model(stack_inputs(0, 0))
 

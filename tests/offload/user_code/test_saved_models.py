@@ -34,8 +34,8 @@ def test_no_two_tensors_share_a_storage(make: Callable):
         loaded = load(save(state))
         assert all(torch.equal(loaded[name].cpu(), tensor.cpu()) for name, tensor in state.items())
 
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
         check()
     check()
 
@@ -59,10 +59,10 @@ def layers() -> nn.Sequential:
 def test_a_copy_of_an_attached_model_is_a_plain_model(make: Callable, copied: Callable, recomputes: bool, device: str):
     model, mode = layers(), make()
     plain = copy.deepcopy(model)
-    with under(mode, model):
+    with under(mode, model) as attached:
         if recomputes:
             recompute(model)
-        train_step(model, mode)
+        train_step(model, attached)
         other, expected = copied(model).to(device), evaluate(model)
         assert alike(evaluate(other), expected)
         for one, module in zip(other.modules(), plain.modules(), strict=True):
@@ -85,8 +85,8 @@ def test_a_file_of_an_attached_model_names_nothing_of_this_package(make: Callabl
     """So that it can be read where the package is not."""
     model, mode = layers(), make()
     file = io.BytesIO()
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
         torch.save(model, file)
     assert b"offload" not in file.getvalue()
 
@@ -94,11 +94,11 @@ def test_a_file_of_an_attached_model_names_nothing_of_this_package(make: Callabl
 @pytest.mark.parametrize("copied", [copy.deepcopy, filed])
 def test_a_copy_of_a_model_whose_updates_are_under_way(copied: Callable):
     model, mode = Stack(), LayerStream()
-    with under(mode, model):
+    with under(mode, model) as attached:
         optimizer = HostAdamW(model.parameters(), threads=1)
-        mode.overlap(optimizer, early=False)
-        with mode.step():
-            mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
+        attached.overlap(optimizer, early=False)
+        with attached.step():
+            attached.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
         optimizer.step()
         optimizer.finish()
         other = copied(model)

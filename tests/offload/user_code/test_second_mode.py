@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.memory.host_memory import HostArena
 from offload.modes.layer_stream import LayerStream
-from offload.modes.none import Resident
+from offload.modes.mode import Attached
 from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.user_code import (
@@ -53,8 +53,8 @@ def test_detached_and_attached_to_another_mode(make: Callable, device: str):
     twin.load_state_dict(model.state_dict())
     twin.to(device)
     for step, other in enumerate((make(), LayerStream(), make())):
-        with under(other, model):
-            assert alike(train_step(model, other, step), train_step(twin, NoMode, step))
+        with under(other, model) as attached:
+            assert alike(train_step(model, attached, step), train_step(twin, NoMode, step))
     assert all(alike(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
 
 
@@ -96,12 +96,12 @@ def test_an_attach_that_fails_leaves_the_model_as_it_was(
         assert what_is_there(model) == before
         assert on_meta or all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
     monkeypatch.undo()
-    with under(mode, model):
+    with under(mode, model) as attached:
         assert not any(p.is_meta for p in model.parameters())
         if on_meta:
             for parameter in model.parameters():
                 nn.init.uniform_(parameter, -0.1, 0.1)
-        train_step(model, mode)
+        train_step(model, attached)
 
 
 def test_an_attach_that_fails_when_blocks_are_wrapped(monkeypatch: pytest.MonkeyPatch):
@@ -115,15 +115,15 @@ def test_an_attach_that_fails_when_blocks_are_wrapped(monkeypatch: pytest.Monkey
         pass
     assert what_is_there(model) == before
     monkeypatch.undo()
-    with under(mode, model):
-        train_step(model, mode)
+    with under(mode, model) as attached:
+        train_step(model, attached)
 
 
 @EVERY_MODE_OR_NONE
 @as_resident()
-def test_detach_inside_a_step_is_refused_and_changes_nothing(model: nn.Module, mode) -> list[torch.Tensor]:
-    with mode.step():
-        if mode is not NoMode and not isinstance(mode, Resident):
+def test_detach_inside_a_step_is_refused_and_changes_nothing(model: nn.Module, attached) -> list[torch.Tensor]:
+    with attached.step():
+        if attached is not NoMode and type(attached) is not Attached:
             with pytest.raises(RuntimeError, match="detach inside a step: close the step first"):
-                mode.detach()
-    return [train_step(model, mode), evaluate(model)]
+                attached.detach()
+    return [train_step(model, attached), evaluate(model)]

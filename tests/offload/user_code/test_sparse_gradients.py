@@ -53,12 +53,12 @@ def bags() -> nn.Module:
     return Words(nn.EmbeddingBag(10, 8, sparse=True, mode="sum"))
 
 
-def train(model: nn.Module, mode, microbatches: list[bool]) -> list[torch.Tensor]:
+def train(model: nn.Module, attached, microbatches: list[bool]) -> list[torch.Tensor]:
     """Three steps of SGD; `microbatches` tells for each whether its gradient of the embedding is dense."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     for step in range(3):
-        with mode.step():
+        with attached.step():
             for number, densely in enumerate(microbatches):
                 loss = model(tokens(step + number), densely).square().mean()
                 loss.backward()

@@ -70,13 +70,13 @@ def test_a_sparse_parameter_under_several_microbatches(make: Callable, trains: b
     def losses(model: nn.Module) -> list[Callable[[], torch.Tensor]]:
         return [lambda part=part: model(stack_inputs(0, part)).square().mean() for part in range(3)]
 
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        if mode is NoMode:
+    def scenario(model: nn.Module, attached) -> list[torch.Tensor]:
+        if attached is NoMode:
             for loss in losses(model):
                 loss().backward()
         else:
-            with mode.step():
-                mode.accumulate(losses(model))
+            with attached.step():
+                attached.accumulate(losses(model))
         found = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
         model.zero_grad()
         return [gradient.to_dense() for gradient in found]

@@ -326,8 +326,8 @@ def test_a_mask_that_changes_before_backward_is_refused_as_it_is_resident():
     model, mode = made(partial(Masked, changes=True)), ShardOffload(shards=2, checkpoint=False)
     model.eval()
     refused = pytest.raises(RuntimeError, match=r"blocks\.\d\.0\.mask, needed for gradient .* modified since forward")
-    with models.attached(mode, model, user_code.DEVICE), mode.step(), refused:
-        mode.accumulate([lambda i=i: model(inputs(0, i)).mean() for i in range(2)])
+    with models.under(mode, model, user_code.DEVICE) as attached, attached.step(), refused:
+        attached.accumulate([lambda i=i: model(inputs(0, i)).mean() for i in range(2)])
 
 
 @pytest.mark.parametrize("make", [BounceLinear, LayerStream, lambda: ShardOffload(shards=2)])
@@ -341,6 +341,6 @@ def test_recompute_before_a_mode_is_attached_is_refused_for_blocks_with_buffers(
     with pytest.raises(RuntimeError, match=r"^blocks\.0 has buffers of its own, and recompute\(\) was called before"):
         user_code.under(mode, model).__enter__()
     undo()
-    with user_code.under(mode, model):
+    with user_code.under(mode, model) as attached:
         recompute(model.blocks)
-        user_code.train_step(model, mode)
+        user_code.train_step(model, attached)

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 from tests.offload.helpers.user_code import (
     EVERY_MODE,
     Chain,
@@ -169,7 +169,7 @@ def test_strides_are_kept(make: Callable):
     model = Chain(LastChannels(4, 4, 3, padding=1) for _ in range(3)).to(memory_format=torch.channels_last)
     strides = [p.stride() for p in model.parameters()]
     mode = make()
-    with attached(mode, model):
-        train_step(model, mode, inputs=torch.randn(2, 4, 6, 6))
+    with under(mode, model) as attached:
+        train_step(model, attached, inputs=torch.randn(2, 4, 6, 6))
         assert [p.stride() for p in model.parameters()] == strides
     assert [p.stride() for p in model.parameters()] == strides

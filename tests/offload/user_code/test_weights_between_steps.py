@@ -70,9 +70,9 @@ def test_functional_call_computes_with_the_given_values(model: nn.Module, mode) 
 # Not under shard_offload: as under every activation checkpoint, the recompute finds the values gone.
 @pytest.mark.parametrize("make", [lambda: BounceLinear(outside="stream", slots=8), LayerStream])
 @as_resident()
-def test_functional_call_gives_its_values_gradients(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_functional_call_gives_its_values_gradients(model: nn.Module, attached) -> list[torch.Tensor]:
     other = given(model)
-    with mode.step():
+    with attached.step():
         loss = torch.func.functional_call(model, other, (stack_inputs(0, 0),)).square().mean()
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
@@ -114,16 +114,16 @@ def test_the_same_memory_in_another_order(make: Callable, change: Callable, insi
     if inside_a_step and change is not transpose_data:
         pytest.skip("one of them shows that strides are looked at in a step")
 
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen, backup = [train_step(model, mode)], [p.data for p in model.parameters()]
-        with mode.step() if inside_a_step else nullcontext(), torch.no_grad():
+    def scenario(model: nn.Module, attached) -> list[torch.Tensor]:
+        seen, backup = [train_step(model, attached)], [p.data for p in model.parameters()]
+        with attached.step() if inside_a_step else nullcontext(), torch.no_grad():
             seen.append(model(stack_inputs(1, 0)))
             change(model)
             seen.append(model(stack_inputs(1, 0)))
         if change is expand_data:
             for parameter, data in zip(model.parameters(), backup, strict=True):
                 parameter.data = data
-        return [*seen, train_step(model, mode, 1), evaluate(model)]
+        return [*seen, train_step(model, attached, 1), evaluate(model)]
 
     same_as_resident(make, scenario, squares)
 
@@ -131,10 +131,10 @@ def test_the_same_memory_in_another_order(make: Callable, change: Callable, insi
 @EVERY_MODE
 @pytest.mark.parametrize("how", ["functional_call", "those of another block", "new parameters", "its own state"])
 @as_resident()
-def test_values_that_lie_in_the_memory_of_the_weights(model: nn.Module, mode, how: str) -> list[torch.Tensor]:
-    seen, values = [train_step(model, mode)], {name: p.detach() for name, p in model.named_parameters()}
+def test_values_that_lie_in_the_memory_of_the_weights(model: nn.Module, attached, how: str) -> list[torch.Tensor]:
+    seen, values = [train_step(model, attached)], {name: p.detach() for name, p in model.named_parameters()}
     if how == "functional_call":
-        with mode.step(), torch.no_grad():
+        with attached.step(), torch.no_grad():
             seen.append(torch.func.functional_call(model, values, (stack_inputs(0, 0),)))
     elif how == "those of another block":
         other = {name: values[name.replace("0", "1")] for name in values if name.startswith("blocks.0")}
@@ -146,7 +146,7 @@ def test_values_that_lie_in_the_memory_of_the_weights(model: nn.Module, mode, ho
                 setattr(module, name, nn.Parameter(parameter.data))
     else:
         model.load_state_dict(model.state_dict(), assign=True)
-    return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
+    return [*seen, evaluate(model), train_step(model, attached, 1), evaluate(model)]
 
 
 class Normed(nn.Module):
@@ -171,16 +171,16 @@ def test_a_forward_changes_data_that_it_was_given(make: Callable, inside_a_step:
         model.blocks = nn.ModuleList(Normed(None if make().recomputes else 0.5) for _ in range(3))
         return model
 
-    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
-        seen, tensors = [train_step(model, mode)], [*model.parameters(), *model.buffers()]
+    def scenario(model: nn.Module, attached) -> list[torch.Tensor]:
+        seen, tensors = [train_step(model, attached)], [*model.parameters(), *model.buffers()]
         backup, given = [t.data for t in tensors], [t.data * 2 for t in tensors]
-        with mode.step() if inside_a_step else nullcontext():
+        with attached.step() if inside_a_step else nullcontext():
             for tensor, data in zip(tensors, given, strict=True):
                 tensor.data = data
             seen += [evaluate(model), evaluate(model)]
         seen += [t.detach().clone() for t in tensors]
         for tensor, data in zip(tensors, backup, strict=True):
             tensor.data = data
-        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
+        return [*seen, evaluate(model), train_step(model, attached, 1), evaluate(model)]
 
     same_as_resident(make, scenario, build)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 @EVERY_MODE
 @as_resident()
-def test_a_closure_that_runs_several_times_in_one_step(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_a_closure_that_runs_several_times_in_one_step(model: nn.Module, attached) -> list[torch.Tensor]:
     """LBFGS with the step around it."""
     if len({parameter.device for parameter in model.parameters()}) > 1:
         pytest.skip("torch's LBFGS takes parameters of one device only")
@@ -33,18 +33,18 @@ def test_a_closure_that_runs_several_times_in_one_step(model: nn.Module, mode) -
         return loss
 
     for _ in range(2):
-        with mode.step():
+        with attached.step():
             optimizer.step(closure)
     return [*seen, evaluate(model)]
 
 
 @EVERY_MODE
 @as_resident()
-def test_weights_perturbed_between_two_passes(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_weights_perturbed_between_two_passes(model: nn.Module, attached) -> list[torch.Tensor]:
     """Sharpness-aware minimisation (SAM)."""
     seen = []
     for step in range(2):
-        with mode.step():
+        with attached.step():
             model(stack_inputs(step, 0)).square().mean().backward()
             with torch.no_grad():
                 moves = [0.05 * p.grad for p in model.parameters()]
@@ -63,12 +63,12 @@ def test_weights_perturbed_between_two_passes(model: nn.Module, mode) -> list[to
 
 @EVERY_MODE
 @as_resident()
-def test_frozen_and_unfrozen_within_a_step(model: nn.Module, mode) -> list[torch.Tensor]:
+def test_frozen_and_unfrozen_within_a_step(model: nn.Module, attached) -> list[torch.Tensor]:
     """As the two networks of a GAN take turns."""
     seen = []
     for step in range(2):
         model.requires_grad_(False)
-        with mode.step():
+        with attached.step():
             inputs = stack_inputs(step, 0).requires_grad_()
             model(inputs).square().mean().backward()
             model.requires_grad_(True)
@@ -82,8 +82,8 @@ def test_frozen_and_unfrozen_within_a_step(model: nn.Module, mode) -> list[torch
 # Not under shard_offload: as under every activation checkpoint, the recompute would find other tensors to save.
 @pytest.mark.parametrize("make", [BounceLinear, LayerStream])
 @as_resident()
-def test_frozen_between_forward_and_backward(model: nn.Module, mode) -> list[torch.Tensor]:
-    with mode.step():
+def test_frozen_between_forward_and_backward(model: nn.Module, attached) -> list[torch.Tensor]:
+    with attached.step():
         loss = model(stack_inputs(0, 0)).square().mean()
         model.blocks[1].requires_grad_(False)
         loss.backward()
@@ -109,11 +109,11 @@ def test_a_parameter_that_was_frozen_when_attached_trains_later(make: Callable):
 @EVERY_MODE
 @pytest.mark.parametrize("microbatches", [1, 2])
 @as_resident()
-def test_a_loss_that_uses_weights_directly(model: nn.Module, mode, microbatches: int) -> list[torch.Tensor]:
+def test_a_loss_that_uses_weights_directly(model: nn.Module, attached, microbatches: int) -> list[torch.Tensor]:
     """Weight decay as part of the loss: its gradient is computed where the weight is, outside of forward."""
     seen = []
     for step in range(3):
-        with mode.step():
+        with attached.step():
             for microbatch in range(microbatches):
                 loss = model(stack_inputs(step, microbatch)).square().mean()
                 decay = [p.square().sum() for p in model.parameters()]

@@ -8,8 +8,10 @@ from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
+from offload.planning.simulated_streams import PlannedSharers
 from tests.offload.helpers.models import Shared, Stack
 
 
@@ -63,8 +65,7 @@ def test_slots_that_do_not_suffice_are_refused_before_the_first_step():
 def test_the_slices_of_processes_are_all_that_trains():
     model, mode = Stack(width=64), LayerStream(slots=2)
     assert mode.footprint(model).slices == ()
-    mode.expect_sharers(3)
-    plan = mode.footprint(model)
+    plan = mode.footprint(model, options=AttachOptions(sharers=PlannedSharers(3)))
     assert len(plan.slices) == 3
     for number, unit in enumerate(plan.trained):
         assert sum(sum(units[number]) for units in plan.slices) == sum(tensor.numel() for tensor in unit)

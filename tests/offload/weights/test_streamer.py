@@ -16,7 +16,7 @@ from offload.optimizer.kernels import FusedUpdate
 from offload.streams import registry
 from offload.streams.stream_checker import StreamOrderError
 from offload.weights.units.unit import OffloadUnit
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
+from tests.offload.helpers.models import Stack, assert_same, stack_inputs, train, under, with_copy
 from tests.offload.helpers.updates import host_adamw, one_step
 
 
@@ -26,10 +26,10 @@ def test_the_host_does_not_wait_for_compute_at_the_end_of_a_step(mode, trains: b
     """So it can give compute the next step meanwhile; the stream checker sees that it has waited for the homes."""
     model, streams = Stack(), registry.acquire("cpu")
     model.blocks.requires_grad_(trains)
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for _ in range(2):
             last = nn.Identity()
-            with mode.step():
+            with attached.step():
                 model(stack_inputs(0, 0)).square().mean().backward()
                 streams.writes(streams.compute, last, "the end of backward")
             with pytest.raises(StreamOrderError, match="the end of backward"):
@@ -57,16 +57,16 @@ def test_what_has_not_changed_since_the_last_step_is_looked_at_once(change: str,
     model, mode, gathered = Stack(), LayerStream(slots=2), []
     gather = OffloadUnit.gather
     monkeypatch.setattr(OffloadUnit, "gather", lambda unit, *rest: (gathered.append(unit.index), gather(unit, *rest)))
-    with attached(mode, model):
-        one_step(model, mode)
-        one_step(model, mode)
+    with under(mode, model) as attached:
+        one_step(model, attached)
+        one_step(model, attached)
         assert gathered == []
         CHANGES[change](model)
-        one_step(model, mode)
+        one_step(model, attached)
         assert gathered == ([0, 1, 2, 3] if change == "all" else [1])
         # Taken over: at home again.
         gathered.clear()
-        one_step(model, mode)
+        one_step(model, attached)
         assert gathered == []
 
 
@@ -86,9 +86,9 @@ def test_a_step_that_raises_leaves_the_next_one_right(where: str):
     model, mode = Stack(), BounceLinear(slots=2)
     expected = train(copy.deepcopy(model), Resident(), steps=1, microbatches=1)
     body = model.blocks[2].up.forward
-    with attached(mode, model):
+    with under(mode, model) as attached:
         model.blocks[2].up.forward = lambda hidden: Raising.apply(body(hidden))
-        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)), mode.step():
+        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)), attached.step():
             model(stack_inputs(0, 0)).sum().backward()
         del model.blocks[2].up.forward
         model.zero_grad()
@@ -100,11 +100,11 @@ def test_two_models_on_one_device_keep_apart():
     first, second = Stack(), Stack(depth=2)
     one, other = BounceLinear(slots=1), BounceLinear(slots=1)
     expected = train(copy.deepcopy(second), Resident())
-    with attached(one, first):
-        with attached(other, second), torch.no_grad():
+    with under(one, first) as attached:
+        with under(other, second), torch.no_grad():
             first(second(stack_inputs(0, 0)).repeat(1, 2))
         assert_same(train(second, BounceLinear(slots=2)), expected)
-        with one.step():
+        with attached.step():
             first(stack_inputs(0, 0)).sum().backward()
 
 
@@ -113,7 +113,7 @@ def test_detach_gives_the_model_back():
     parameters = list(model.parameters())
     mode = BounceLinear()
     state = copy.deepcopy(model.state_dict())
-    with attached(mode, model):
+    with under(mode, model):
         assert list(model.state_dict()) == list(state)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
@@ -123,8 +123,8 @@ def test_detach_gives_the_model_back():
 
 def test_gradients_outside_a_step_are_refused():
     model, mode = Stack(), BounceLinear()
-    with attached(mode, model):
-        with pytest.raises(RuntimeError, match=r"with mode\.step"):
+    with under(mode, model):
+        with pytest.raises(RuntimeError, match=r"with attached\.step"):
             model(stack_inputs(0, 0))
         with torch.no_grad():
             model(stack_inputs(0, 0))
@@ -142,12 +142,12 @@ def test_data_given_before_the_step_is_taken_over_after_its_update(device_share:
     monkeypatch.setattr(FusedUpdate, "__call__", late)
     for beside, model in enumerate(with_copy(Stack())):
         mode = LayerStream(slots=2)
-        with attached(mode, model):
+        with under(mode, model) as attached:
             optimizer = host_adamw(model)
             if beside:
-                mode.overlap(optimizer, False, device_share)
+                attached.overlap(optimizer, False, device_share)
             for step in range(3):
-                one_step(model, mode, step)
+                one_step(model, attached, step)
                 for parameter in model.blocks[0].parameters():
                     parameter.data = parameter.data * 0.75
                 optimizer.step()

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload.modes.none import Resident
 from tests.training.helpers.in_process import components_of, composed
-from tests.training.run.test_loop import Bigram, batch
+from tests.training.run.test_loop import Bigram, batch, on_cpu
 from training.batches import examples_in
 from training.config.validation import check
 from training.errors import UserError
@@ -20,7 +19,7 @@ from training.tasks.causal_lm import CausalLM
 
 
 def compute(model: nn.Module, share: Share):
-    return forward_backward(CausalLM(), Resident(), model, share, 0, 1).sum()
+    return forward_backward(CausalLM(), on_cpu(model), share, 0, 1).sum()
 
 
 def test_shares_have_the_dropout_and_the_weights_of_their_place_in_the_step():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from offload import HostAdamW, acquire, release
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.sharing import links as links_module
 from offload.sharing import meet
 from offload.sharing.cuda_driver import DriverError
@@ -171,7 +172,7 @@ def trained(rank: int, folder: Path, count: int, late: str, links: str) -> None:
             patch.setattr(exchanges, name, late_exchange(getattr(exchanges, name)))
         streams = acquire(device)
         sharers = ranks.sharers(count > 1)
-        attached = mode.attach(model, streams, sharers)
+        attached = mode.attach(model, streams, AttachOptions(sharers=sharers))
         if count > 1:
             assert type(attached._streamer.filler._links) is (CopyLinks if links == "copies" else Links)
         optimizer = HostAdamW(model.parameters(), **SETTINGS, threads=2, decay_norms_and_biases=False)

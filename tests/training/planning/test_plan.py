@@ -141,8 +141,8 @@ def test_a_frozen_base_has_neither_gradients_nor_states(planned, mode: str):
     assert plan.trained_parameters == trained < plan.parameters / 100
     # At the peak of activations not all of them are there.
     assert plan.device_bytes["gradients"] <= 2 * trained
-    # Two moments, a master, and the steps.
-    assert plan.device_bytes["optimizer"] == 12 * trained + 4 * 8
+    # Two moments, what the weight lacks of its master, and the steps.
+    assert plan.device_bytes["optimizer"] == 10 * trained + 4 * 8
     assert (plan.host_bytes["gradients"], plan.host_bytes["optimizer"]) == (0, 0)
     assert plan.step_bytes["out"] == plan.step_bytes["activations out"]
     assert plan.rows()["parameters that train"].startswith(f"{trained:,} of {plan.parameters:,}, ")
@@ -268,7 +268,7 @@ def test_a_plan_counts_the_ring_and_names_the_choice():
 def test_auto_keeps_gradients_that_a_dry_run_does_not_show_to_be_final(change, why: str):
     components, plan = plan_of(change(components_of(*JOB)))
     assert not components.gradients.released
-    assert not components.mode.releases_gradients
+    assert not components.options.release_gradients
     assert why in components.gradients.why
     assert plan.chosen["optimizer.gradients"].startswith("keep: ")
     assert plan.host_bytes["gradients"] == components.footprint.host_gradient_bytes
@@ -285,7 +285,7 @@ def test_auto_keeps_gradients_where_that_fits_and_is_faster():
         "release": ("optimizer.gradients=release",),
     }.items():
         components, plans[name] = plan_of(components_of(*job, *more))
-        assert components.mode.releases_gradients == components.gradients.released == (name == "release")
+        assert components.options.release_gradients == components.gradients.released == (name == "release")
         assert components.footprint.host_gradient_bytes == plans[name].host_bytes["gradients"]
     assert plans["release"].forecast.step_ms > 1.1 * plans["keep"].forecast.step_ms
     assert plans["auto"].forecast == plans["keep"].forecast
@@ -294,7 +294,7 @@ def test_auto_keeps_gradients_where_that_fits_and_is_faster():
     # Between the two totals.
     budget = sum(plans[name].totals["host_budget"] for name in ("keep", "release")) // 2
     components, tight = plan_of(components_of(*job, f"host_budget={budget}"))
-    assert components.mode.releases_gradients
+    assert components.options.release_gradients
     assert components.gradients.released
     assert tight.fits["host_budget"]
 

@@ -102,8 +102,8 @@ def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.
 
     def built() -> None:
         with build(config, invocation) as job:
-            detach = job.components.mode.detach
-            monkeypatch.setattr(job.components.mode, "detach", lambda: (detach(), failing(ArithmeticError())()))
+            detach = job.attached.trained.detach
+            monkeypatch.setattr(job.attached.trained, "detach", lambda: (detach(), failing(ArithmeticError())()))
 
     with pytest.raises(ArithmeticError):
         built()
@@ -150,8 +150,8 @@ def test_updates_leave_cores_of_the_ranks_unless_a_number_is_given(
     given: str, of_rank: int | None, left: bool, clip_norm: str
 ):
     components = components_of(*JOB, f"optimizer.threads={given}", f"clip_norm={clip_norm}")
-    with acquired(components.device) as streams, attached(components, streams):
-        optimizer = build_optimizer(components, cores=of_rank)
+    with acquired(components.device) as streams, attached(components, streams) as found:
+        optimizer = build_optimizer(components, found, cores=of_rank)
         early = components.updates_begin_early
         assert early == (clip_norm == "null")
         assert optimizer.threads == (7 - (BUSY_CORES if early else LAUNCHING_CORES) if left else 3)
@@ -175,12 +175,12 @@ def test_states_go_where_the_first_step_left_room(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build_module, "vram_bytes", lambda device: 8 * GIB)
     monkeypatch.setattr(build_module, "vram_peak_gib", lambda device: 1.0 if device.type == "cuda" else 0.0)
     seen: list[int] = []
-    parts = SimpleNamespace(
-        device=torch.device(device),
-        config=SimpleNamespace(vram_budget=budget),
-        mode=SimpleNamespace(place_states=seen.append),
+    job = SimpleNamespace(
+        components=SimpleNamespace(device=torch.device(device), config=SimpleNamespace(vram_budget=budget)),
+        attached=SimpleNamespace(trained=SimpleNamespace(place_states=seen.append)),
+        optimizer=SimpleNamespace(device_share=share),
     )
-    place_states_in_spare_vram(SimpleNamespace(components=parts, optimizer=SimpleNamespace(device_share=share)))
+    place_states_in_spare_vram(job)
     assert seen == placed
 
 

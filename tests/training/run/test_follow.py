@@ -39,7 +39,7 @@ def test_ranks_that_differ_save_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     compute = loop.forward_backward
 
     def and_changes(*arguments):
-        weight = next(arguments[2].parameters())
+        weight = next(arguments[1].model.parameters())
         with torch.no_grad():
             weight[3] += 1
         return compute(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import subprocess
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offload.modes.mode import Attached
 from offload.modes.none import Resident
+from offload.streams.stream_checker import CheckedStreams
 from tests.training.helpers.in_process import TINY_RUN, command_here, composed
 from training.batches import examples_in
 from training.parallel.ranks import Share, shares_of
@@ -56,12 +59,17 @@ def with_gradients(*gradients: Tensor | None) -> nn.Module:
     return model
 
 
+@functools.cache
+def on_cpu(model: nn.Module) -> Attached:
+    return Resident().attach(model, CheckedStreams(torch.device("cpu")))
+
+
 @pytest.mark.parametrize("microbatches", [2, 3, 5])
 def test_loss_and_gradients_are_those_of_the_whole_batch(microbatches: int):
     whole = Bigram()
     parts = copy.deepcopy(whole)
-    one = forward_backward(CausalLM(), Resident(), whole, whole_batch(1), seed=0, step=1).sum()
-    found = forward_backward(CausalLM(), Resident(), parts, whole_batch(microbatches), seed=0, step=1)
+    one = forward_backward(CausalLM(), on_cpu(whole), whole_batch(1), seed=0, step=1).sum()
+    found = forward_backward(CausalLM(), on_cpu(parts), whole_batch(microbatches), seed=0, step=1)
     assert found.shape == (microbatches,)
     other = found.sum()
     assert (other.shape, other.dtype) == ((), torch.float32)
@@ -86,9 +94,9 @@ class Figured(CausalLM):
 
 def test_figures_are_means_over_the_step_as_the_loss_is():
     model = Bigram()
-    found = forward_backward(Figured(), Resident(), model, whole_batch(2), seed=0, step=1)
+    found = forward_backward(Figured(), on_cpu(model), whole_batch(2), seed=0, step=1)
     assert (found.shape, found.dtype) == ((2, 3), torch.float32)
-    assert torch.equal(found[:, 0], forward_backward(CausalLM(), Resident(), model, whole_batch(2), seed=0, step=1))
+    assert torch.equal(found[:, 0], forward_backward(CausalLM(), on_cpu(model), whole_batch(2), seed=0, step=1))
     _, first, rows = found.sum(0)
     assert first.item() == pytest.approx(batch()[:, 0].float().mean().item())
     # Three rows of five, and two of five.
@@ -97,7 +105,7 @@ def test_figures_are_means_over_the_step_as_the_loss_is():
 
 def test_what_a_task_wants_before_a_step_is_computed_without_a_trace():
     model = Bigram()
-    found = looked_ahead(Figured(), Resident(), model, whole_batch(2).parts)
+    found = looked_ahead(Figured(), on_cpu(model), whole_batch(2).parts)
     assert torch.equal(torch.cat(found), batch() * 2)
     assert model.training
     assert model.embed.weight.grad is None
@@ -122,7 +130,7 @@ def test_a_microbatch_without_a_label_adds_nothing_though_its_loss_is_no_number(
     losses = []
     for model, microbatches in ((whole, 1), (parts, 6)):
         (share,) = shares_of(rows, 1, microbatches, Masked().weight)
-        losses.append(forward_backward(Masked(), Resident(), model, share, seed=0, step=1))
+        losses.append(forward_backward(Masked(), on_cpu(model), share, seed=0, step=1))
     torch.testing.assert_close(losses[0].sum(), losses[1].sum())
     assert (losses[1] == 0).tolist() == [True, False, False, True, True, True]
     for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
@@ -132,13 +140,13 @@ def test_a_microbatch_without_a_label_adds_nothing_though_its_loss_is_no_number(
 def test_random_numbers_depend_on_seed_step_and_microbatch_alone():
     model = Bigram(dropout=0.5)
     losses = {
-        (seed, step): forward_backward(CausalLM(), Resident(), model, whole_batch(2), seed, step).sum().item()
+        (seed, step): forward_backward(CausalLM(), on_cpu(model), whole_batch(2), seed, step).sum().item()
         for seed in (0, 1)
         for step in (1, 2)
     }
     assert len(set(losses.values())) == 4
     torch.rand(5)
-    assert forward_backward(CausalLM(), Resident(), model, whole_batch(2), 1, 2).sum().item() == losses[1, 2]
+    assert forward_backward(CausalLM(), on_cpu(model), whole_batch(2), 1, 2).sum().item() == losses[1, 2]
 
 
 def test_the_norm_is_that_of_all_gradients():

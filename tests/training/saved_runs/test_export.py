@@ -58,7 +58,8 @@ def own_output(library: str, folder: Path) -> torch.Tensor:
     """The logits, or the predicted velocity, of the model as the loop has it."""
     config, invocation = composed(*RUNS[library], "offload=none", run_dir=folder)
     components = Components.of(config, invocation, torch.device("cpu"))
-    with acquired(components.device) as streams, attached(components, streams) as model, torch.no_grad():
+    with acquired(components.device) as streams, attached(components, streams) as found, torch.no_grad():
+        model = found.model
         fill_buffers(model)
         load_weights(model, folder / "checkpoints" / "step-00000002")
         return output(library, model.eval() if library == "llama" else next(model.children()).eval())
@@ -139,7 +140,8 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = saved_run(tmp_path_factory.mktemp(request.param), *overrides)
     config, invocation = composed(*overrides, run_dir=folder)
     components = Components.of(config, invocation, torch.device("cpu"))
-    with acquired(components.device) as streams, attached(components, streams) as model, torch.no_grad():
+    with acquired(components.device) as streams, attached(components, streams) as found, torch.no_grad():
+        model = found.model
         fill_buffers(model)
         load_model(model, folder / "checkpoints" / "step-00000002", config, components.device)
         logits = getattr(model, "hf", model).eval()(IDS)

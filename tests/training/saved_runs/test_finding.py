@@ -59,7 +59,8 @@ def test_what_is_not_there_or_damaged_is_refused(run: Path, tmp_path: Path):
 def of_the_checkpoint(checkpoint: Path, *overrides: str) -> Tensor:
     """Returns what the model of a checkpoint computes under the run's mode."""
     components = components_of(*RUN, *overrides)
-    with acquired(components.device) as streams, attached(components, streams) as model:
+    with acquired(components.device) as streams, attached(components, streams) as found:
+        model = found.model
         load_model(model, checkpoint, components.config, components.device)
         return model(torch.arange(8).view(1, 8)).clone()
 

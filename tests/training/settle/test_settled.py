@@ -54,7 +54,7 @@ EARLY = ("offload=layer_stream", "clip_norm=null", "microbatches=1")
 def test_auto_releases_what_only_updates_need(offload: str):
     components = components_of(*EARLY, f"offload={offload}")
     assert components.gradients.released
-    assert components.mode.releases_gradients
+    assert components.options.release_gradients
     assert components.gradients.why == "updates begin inside backward, and nothing else needs them"
 
 
@@ -76,7 +76,7 @@ def test_what_needs_gradients_keeps_them_and_refuses_their_release(override: str
     overrides = override.split()
     components = components_of(*EARLY, *overrides)
     assert not components.gradients.released
-    assert not components.mode.releases_gradients
+    assert not components.options.release_gradients
     assert components.gradients.why.startswith(NEEDED[override])
     with pytest.raises(
         UserError, match=r"^optimizer\.gradients=release: .*; or take optimizer\.gradients=keep$"

@@ -44,7 +44,7 @@ def trained(name: str, mode: Mode, steps: int = 2, lr: float = 1e-3) -> tuple[li
     with torch.device("meta"):
         model = build_diffusion(*MODELS[name])
     streams = acquire("cpu")
-    mode.attach(model, streams)
+    attached = mode.attach(model, streams)
     try:
         initialise(model, 0)
         model.fill_buffers()
@@ -52,8 +52,8 @@ def trained(name: str, mode: Mode, steps: int = 2, lr: float = 1e-3) -> tuple[li
         losses = []
         for step in range(steps):
             parts = split_into(TASK.prepared(dataset.batch(step), step), 2)
-            with mode.step():
-                each = mode.accumulate([lambda part=part: TASK.loss(model, part) / 2 for part in parts])
+            with attached.step():
+                each = attached.accumulate([lambda part=part: TASK.loss(model, part) / 2 for part in parts])
             losses.append(sum(loss.item() for loss in each))
             optimizer.step()
             optimizer.zero_grad()
@@ -61,7 +61,7 @@ def trained(name: str, mode: Mode, steps: int = 2, lr: float = 1e-3) -> tuple[li
         with torch.no_grad():
             return losses, TASK.images(model, 0, "cpu")
     finally:
-        mode.detach()
+        attached.detach()
         release(streams)
 
 

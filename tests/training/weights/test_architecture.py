@@ -52,7 +52,8 @@ def advice_of(line: str) -> list[str]:
 
 
 def logits_of(components: Components) -> torch.Tensor:
-    with acquired(components.device) as streams, attached(components, streams) as model, torch.no_grad():
+    with acquired(components.device) as streams, attached(components, streams) as found, torch.no_grad():
+        model = found.model
         fill_buffers(model)
         weights = ModelWeights.find(components.config.model.weights)
         fill_parameters(model, components.config, torch.device("cpu"), weights)

@@ -10,34 +10,34 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Attached
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.updates import Updates
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs, under
 
 
 @pytest.fixture
-def mode() -> LayerStream:
-    return LayerStream(slots=2)
+def attached() -> Iterator[Attached]:
+    with under(LayerStream(slots=2), Stack(depth=2)) as attached:
+        yield attached
 
 
 @pytest.fixture
-def model(mode: LayerStream) -> Iterator[Stack]:
-    model = Stack(depth=2)
-    with attached(mode, model):
-        yield model
+def model(attached: Attached) -> Stack:
+    return attached.model
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
     return model(stack_inputs(0, 0)).square().sum()
 
 
-def landing_of(mode: LayerStream) -> GradientLanding:
-    return mode._streamer.gradients
+def landing_of(attached: LayerStream) -> GradientLanding:
+    return attached._streamer.gradients
 
 
-def test_small_gradients_leave_at_the_latest_where_backward_ends(model: Stack, mode: LayerStream):
-    landing, weight = landing_of(mode), model.blocks[0].norm.weight
-    trained = [tensor for unit in mode._streamer.cut.units for tensor in unit.trained]
+def test_small_gradients_leave_at_the_latest_where_backward_ends(model: Stack, attached: LayerStream):
+    landing, weight = landing_of(attached), model.blocks[0].norm.weight
+    trained = [tensor for unit in attached._streamer.cut.units for tensor in unit.trained]
     waiting: list[bool] = []
 
     send = landing.offloader.send
@@ -47,21 +47,21 @@ def test_small_gradients_leave_at_the_latest_where_backward_ends(model: Stack, m
         return send()
 
     landing.offloader.send = noted
-    with mode.step():
-        mode.accumulate([lambda: loss_of(model)])
+    with attached.step():
+        attached.accumulate([lambda: loss_of(model)])
         assert not any(tensor in landing.offloader.waiting for tensor in trained)
         assert weight.grad is not None
     assert any(waiting)
 
 
-def test_a_backward_of_the_caller_waits_for_gradients_where_it_ends(model: Stack, mode: LayerStream):
-    with mode.step():
+def test_a_backward_of_the_caller_waits_for_gradients_where_it_ends(model: Stack, attached: LayerStream):
+    with attached.step():
         loss_of(model).backward()
         found = [p.grad.clone() for p in model.blocks[0].parameters()]
     assert all(torch.equal(p.grad, early) for p, early in zip(model.blocks[0].parameters(), found, strict=True))
 
 
-def test_updates_get_final_gradients_of_a_unit_together(model: Stack, mode: LayerStream):
+def test_updates_get_final_gradients_of_a_unit_together(model: Stack, attached: LayerStream):
     class Recorded(Updates):
         early = True
 
@@ -72,11 +72,11 @@ def test_updates_get_final_gradients_of_a_unit_together(model: Stack, mode: Laye
             self.landed.append((unit.name, len(tensors)))
 
     updates = Recorded()
-    mode._streamer.use_updates(updates)
+    attached._streamer.use_updates(updates)
     for _ in range(2):
         updates.landed.clear()
-        with mode.step():
-            mode.accumulate([lambda: loss_of(model)])
+        with attached.step():
+            attached.accumulate([lambda: loss_of(model)])
         model.zero_grad()
     count = len(list(model.blocks[0].parameters()))
     totals = {name: sum(n for unit, n in updates.landed if unit == name) for name in ("blocks.1", "blocks.0")}
@@ -84,9 +84,9 @@ def test_updates_get_final_gradients_of_a_unit_together(model: Stack, mode: Laye
     assert len(updates.landed) < 2 * count
 
 
-def test_a_gradient_of_the_host_waits_while_others_are_being_sent(model: Stack, mode: LayerStream, monkeypatch):
+def test_a_gradient_of_the_host_waits_while_others_are_being_sent(model: Stack, attached: LayerStream, monkeypatch):
     """On a GPU autograd adds it in another thread. It is set only at the end of `send`, which must be over by then."""
-    landing, order = landing_of(mode), []
+    landing, order = landing_of(attached), []
     unit = landing._units[0]
     sending, send = threading.Event(), landing.offloader.send
 
@@ -104,7 +104,7 @@ def test_a_gradient_of_the_host_waits_while_others_are_being_sent(model: Stack, 
 
     other = threading.Thread(target=before)
     other.start()
-    with mode.step():
+    with attached.step():
         loss = loss_of(model)
         # A batch is full with every gradient.
         landing.offloader._batch_bytes = 0

@@ -11,10 +11,10 @@ from offload.modes.layer_stream import LayerStream
 from offload.streams.stream_checker import CheckedStreams
 from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.gradients.offloader import GradientOffloader, Landing
-from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
-from tests.offload.helpers.models import Stack, attached
+from tests.offload.helpers.models import Stack, under
+from tests.offload.helpers.units import tensor_of, unit_of_two
 from tests.offload.helpers.updates import DTYPES, MODES, Mixed, made, one_step
 from training.run.loop import gradient_norm
 
@@ -22,15 +22,8 @@ pytestmark = pytest.mark.usefixtures("small")
 
 
 @pytest.fixture
-def unit() -> OffloadUnit:
-    def tensor(name: str) -> UnitTensor:
-        return UnitTensor(name, nn.Parameter(torch.zeros(1)), [ModuleAttribute(nn.Module(), name, False)], 0)
-
-    return OffloadUnit("block", 0, [tensor("first"), tensor("second")])
-
-
-@pytest.fixture
-def at_home(unit: OffloadUnit) -> OffloadUnit:
+def at_home() -> OffloadUnit:
+    unit = unit_of_two()
     unit.bring_home(HostArena(torch.device("cpu")))
     return unit
 
@@ -118,7 +111,7 @@ def test_small_gradients_leave_together(at_home: OffloadUnit, streams: CheckedSt
 def test_norms_round_as_those_of_gradients_in_the_order_of_the_parameter(streams: CheckedStreams, pieces: int):
     """As `none` takes them. Backward of a convolution makes gradients in another order of memory."""
     weight = nn.Parameter(torch.zeros(16, 16, 3, 3, dtype=torch.bfloat16))
-    tensor = UnitTensor("weight", weight, [ModuleAttribute(nn.Module(), "weight", False)], 0)
+    tensor = tensor_of(weight)
     unit = OffloadUnit("block", 0, [tensor])
     unit.bring_home(HostArena(torch.device("cpu")))
     gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=2**20)
@@ -154,10 +147,10 @@ def test_gradients_of_another_stream_leave_by_themselves(at_home: OffloadUnit, s
 @pytest.mark.sampled
 def test_norms_taken_on_the_way_are_those_of_the_gradients(dtype: str, mode: str, microbatches: int):
     model, mode = made(Mixed, DTYPES[dtype]), MODES[mode]()
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for step in range(4):
-            one_step(model, mode, step, microbatches, norms=step != 1)
-            norms = mode.gradient_norms()
+            one_step(model, attached, step, microbatches, norms=step != 1)
+            norms = attached.gradient_norms()
             trained = [p for p in model.blocks[0].parameters() if p.grad is not None]
             assert set(norms) >= set(trained) if step != 1 else not norms
             assert set(norms) <= {p for p in model.parameters() if p.grad is not None}
@@ -179,11 +172,11 @@ def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
     if who == "a hook":
         for parameter in changed:
             parameter.register_post_accumulate_grad_hook(grow)
-    with attached(mode, model):
-        one_step(model, mode, norms=True)
+    with under(mode, model) as attached:
+        one_step(model, attached, norms=True)
         if who == "the caller":
             for parameter in changed:
                 grow(parameter)
-        norms = mode.gradient_norms()
+        norms = attached.gradient_norms()
         assert norms
         assert gradient_norm(model, norms) == pytest.approx(gradient_norm(model, {}), rel=1e-6)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 
 import pytest
@@ -14,6 +12,7 @@ from torch import nn
 from offload.errors import KnobError
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
@@ -21,7 +20,7 @@ from offload.optimizer.adamw import HostAdamW
 from offload.streams.stream_checker import CheckedStreams
 from offload.weights.gradients import ring
 from offload.weights.gradients.final import NotFinalError
-from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, with_copy
+from tests.offload.helpers.models import Shared, Stack, assert_same, stack_inputs, tokens, under, with_copy
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 from tests.offload.helpers.updates import (
     DTYPES,
@@ -34,6 +33,7 @@ from tests.offload.helpers.updates import (
     one_step,
     sleepy,
     train,
+    updating,
 )
 from training.run.loop import gradient_norm
 
@@ -62,13 +62,7 @@ class Uneven(Stack):
         return self.head(hidden)
 
 
-@contextmanager
-def releasing(mode, model: nn.Module, device_share: int = 0) -> Iterator[HostAdamW]:
-    mode.release_gradients()
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True, device_share=device_share)
-        yield optimizer
+releasing = partial(updating, early=True, releases=True)
 
 
 @cache
@@ -110,15 +104,15 @@ def test_gradients_of_states_on_the_device_do_not_leave_it(share: str):
     block = HostAdamW.planned_bytes(made(Stack, torch.bfloat16).blocks[0].parameters(), placed=True)
     nbytes = 10**9 if share == "all" else 2 * block
     ours, theirs = with_copy(made(Stack, torch.bfloat16))
-    mode, copied = LayerStream(slots=2), []
+    copied = []
     seen = train(
         ours,
-        mode,
+        LayerStream(slots=2),
         early=True,
         releases=True,
         device_share=nbytes,
         steps=4,
-        after_step=lambda optimizer: copied.append(mode.counters().d2h_bytes) or [],
+        after_step=lambda attached, _: copied.append(attached.counters().d2h_bytes) or [],
     )
     assert_same(seen, train(theirs, Resident(), overlaps=False, steps=4))
     # The gradients of the others, and the new weights of those.
@@ -130,11 +124,9 @@ def test_a_gradient_is_in_no_grad_and_its_norm_is_known():
     modes = LayerStream(slots=2), LayerStream(slots=2)
     norms = []
     for model, mode in zip((kept, released), modes, strict=True):
-        mode.release_gradients(model is released)
-        with attached(mode, model):
-            mode.overlap(host_adamw(model), early=True)
-            one_step(model, mode, norms=True)
-            norms.append(gradient_norm(model, mode.gradient_norms()))
+        with updating(mode, model, early=True, releases=model is released) as (attached, _):
+            one_step(model, attached, norms=True)
+            norms.append(gradient_norm(model, attached.gradient_norms()))
             assert all((p.grad is None) == (model is released) for p in model.blocks.parameters())
             assert all(p.grad is not None for p in model.head.parameters())
     assert norms[0] == norms[1] > 0
@@ -143,26 +135,24 @@ def test_a_gradient_is_in_no_grad_and_its_norm_is_known():
 def test_the_first_step_takes_no_more_host_memory_than_the_footprint_says():
     model, mode = made(partial(Stack, depth=8)), LayerStream(slots=2)
     kept = mode.footprint(model)
-    mode.release_gradients()
-    plan = mode.footprint(model)
+    plan = mode.footprint(model, options=AttachOptions(release_gradients=True))
     assert plan.host_gradient_bytes == kept.host_gradient_bytes // 8
-    with releasing(mode, model) as optimizer:
+    with releasing(mode, model) as (attached, optimizer):
         for step in range(3):
-            one_step(model, mode, step)
-            found = mode.counters().host_pageable_bytes
+            one_step(model, attached, step)
+            found = attached.counters().host_pageable_bytes
             assert found == plan.host_weight_bytes + plan.host_gradient_bytes
             optimizer.step()
-    mode.release_gradients(False)
     assert mode.footprint(model) == kept
 
 
 def test_waits_for_room_are_counted(monkeypatch: pytest.MonkeyPatch):
     sleepy(monkeypatch, 0.01)
     model, mode = made(partial(Stack, depth=6)), LayerStream(slots=2)
-    with releasing(mode, model):
-        one_step(model, mode)
+    with releasing(mode, model) as (attached, _):
+        one_step(model, attached)
         # The worker is left with what fits into the ring; of the other five blocks the host has waited for most.
-        assert mode.counters().update_wait_ms > 50
+        assert attached.counters().update_wait_ms > 50
 
 
 def test_a_step_that_fails_leaves_nothing_behind():
@@ -170,14 +160,11 @@ def test_a_step_that_fails_leaves_nothing_behind():
         raise ZeroDivisionError
 
     def run(mode, model: nn.Module, releases: bool) -> list[torch.Tensor]:
-        mode.release_gradients(releases)
-        with attached(mode, model):
-            optimizer = host_adamw(model)
-            mode.overlap(optimizer, early=True)
+        with updating(mode, model, early=True, releases=releases) as (attached, optimizer):
             for step in range(4):
                 hook = model.blocks[1].register_full_backward_hook(fail) if step == 2 else None
                 try:
-                    one_step(model, mode, step)
+                    one_step(model, attached, step)
                 except ZeroDivisionError:
                     hook.remove()
                     optimizer.skip()
@@ -198,8 +185,8 @@ def test_an_error_of_the_worker_reaches_a_backward_that_waits_for_room(monkeypat
 
     monkeypatch.setattr(HostAdamW, "apply", fail)
     model, mode = made(Stack), LayerStream(slots=2)
-    with releasing(mode, model), pytest.raises(ArithmeticError, match="broken update"):
-        one_step(model, mode)
+    with releasing(mode, model) as (attached, _), pytest.raises(ArithmeticError, match="broken update"):
+        one_step(model, attached)
     assert no_worker_lives()
 
 
@@ -207,15 +194,11 @@ def test_states_move_between_released_and_kept_gradients():
     def run(releases: tuple[bool, bool]) -> list[torch.Tensor]:
         model, states = made(Stack, torch.bfloat16), None
         for begin, released in zip((0, 3), releases, strict=True):
-            mode = LayerStream(slots=2)
-            mode.release_gradients(released)
-            with attached(mode, model):
-                optimizer = host_adamw(model)
-                mode.overlap(optimizer, early=True)
+            with updating(LayerStream(slots=2), model, early=True, releases=released) as (attached, optimizer):
                 if states is not None:
                     optimizer.load_state_dict(states)
                 for step in range(begin, begin + 3):
-                    one_step(model, mode, step)
+                    one_step(model, attached, step)
                     optimizer.step()
                     optimizer.zero_grad()
                 states = optimizer.state_dict()
@@ -229,8 +212,8 @@ def test_states_move_between_released_and_kept_gradients():
 class TestRefusals:
     def refused(self, model: nn.Module, error: type[Exception], match: str, mode=None, **options) -> None:
         mode = mode or LayerStream(slots=2)
-        with releasing(mode, model), pytest.raises(error, match=match):
-            one_step(model, mode, **options)
+        with releasing(mode, model) as (attached, _), pytest.raises(error, match=match):
+            one_step(model, attached, **options)
 
     @pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
     def test_hooks_on_gradients(self, kind: str):
@@ -256,7 +239,11 @@ class TestRefusals:
 
     def test_a_backward_outside_of_accumulate(self):
         model, mode = made(Stack), LayerStream()
-        with releasing(mode, model), mode.step(), pytest.raises(NotFinalError, match=r"mode\.accumulate"):
+        with (
+            releasing(mode, model) as (attached, _),
+            attached.step(),
+            pytest.raises(NotFinalError, match=r"attached\.accumulate"),
+        ):
             model(stack_inputs(0, 0)).sum().backward()
 
     def test_gradients_in_pieces(self):
@@ -267,13 +254,21 @@ class TestRefusals:
     def test_sparse_gradients(self):
         model = made(lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
         mode = BounceLinear(outside="stream")
-        with releasing(mode, model), mode.step(), pytest.raises(RuntimeError, match="weight is sparse"):
-            mode.accumulate([lambda: model(torch.arange(3)).sum()])
+        with (
+            releasing(mode, model) as (attached, _),
+            attached.step(),
+            pytest.raises(RuntimeError, match="weight is sparse"),
+        ):
+            attached.accumulate([lambda: model(torch.arange(3)).sum()])
 
     def test_a_loss_on_the_host(self):
         model, mode = made(Stack), LayerStream()
-        with releasing(mode, model), mode.step(), pytest.raises(NotFinalError, match="in host memory"):
-            mode.accumulate(
+        with (
+            releasing(mode, model) as (attached, _),
+            attached.step(),
+            pytest.raises(NotFinalError, match="in host memory"),
+        ):
+            attached.accumulate(
                 [lambda: model(stack_inputs(0, 0)).sum() + model.get_parameter("blocks.0.up.weight").square().sum()]
             )
 
@@ -285,46 +280,41 @@ class TestRefusals:
                 model.blocks[1].norm.requires_grad_(True)
             else:
                 model.blocks[2].norm = nn.LayerNorm(16)
-            assert name in (reason := chosen.why_gradients_stay(model))
+            assert name in (reason := chosen.footprint(model).why_gradients_stay)
             assert kind in reason
-            chosen.release_gradients()
-            with pytest.raises(KnobError, match=r"gradients=release: .* take keep"), attached(chosen, model):
+            with pytest.raises(KnobError, match=r"gradients=release: .* take keep"), releasing(chosen, model):
                 pass
 
     def test_no_updates_inside_backward(self):
-        model, mode = made(Stack), LayerStream()
-        mode.release_gradients()
-        with attached(mode, model):
-            with pytest.raises(RuntimeError, match=r"mode\.overlap\(optimizer, early=True\)"):
-                one_step(model, mode)
+        model, options = made(Stack), AttachOptions(release_gradients=True)
+        with under(LayerStream(), model, options=options) as attached:
+            with pytest.raises(RuntimeError, match=r"attached\.overlap\(optimizer, early=True\)"):
+                one_step(model, attached)
             with pytest.raises(KnobError, match="early=False: must be true"):
-                mode.overlap(host_adamw(model), early=False)
-            with pytest.raises(RuntimeError, match="while a model is attached"):
-                mode.release_gradients(False)
+                attached.overlap(host_adamw(model), early=False)
 
     def test_modes_without_gradients_on_the_host(self):
-        assert "no weights stream" in Resident().why_gradients_stay(made(Stack))
-        assert "no weights stream" in TensorSwap(Resident()).why_gradients_stay(made(Stack))
+        for mode in (Resident(), TensorSwap(Resident())):
+            assert "no weights stream" in mode.footprint(made(Stack)).why_gradients_stay
         frozen = made(Stack)
         frozen.blocks.requires_grad_(False)
-        assert "nothing that streams trains" in LayerStream().why_gradients_stay(frozen)
+        assert "nothing that streams trains" in LayerStream().footprint(frozen).why_gradients_stay
 
     def test_sharers(self):
         def work(sharers: ThreadSharers) -> None:
-            mode = LayerStream()
-            mode.release_gradients()
+            options = AttachOptions(sharers=sharers, release_gradients=True)
             with pytest.raises(KnobError, match="processes that share"):
-                mode.attach(made(Stack), CheckedStreams(torch.device("cpu")), sharers)
+                LayerStream().attach(made(Stack), CheckedStreams(torch.device("cpu")), options)
 
         as_sharers(2, work)
 
 
 def test_nothing_keeps_the_ring_alive():
     model, mode = made(Stack), LayerStream()
-    with releasing(mode, model) as optimizer:
-        one_step(model, mode)
+    with releasing(mode, model) as (attached, optimizer):
+        one_step(model, attached)
         optimizer.step()
-        arena = mode._streamer.arena
+        arena = attached._streamer.arena
         assert arena.pageable_bytes
     gc.collect()
     assert not arena.pageable_bytes

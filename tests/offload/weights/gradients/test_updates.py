@@ -14,7 +14,7 @@ from offload.speculation.updates import SpeculativeOverlap
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer
 from offload.weights.gradients.updates import NO_UPDATES, ImmediateUpdates, Updates
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs, under
 
 
 def methods(of: type) -> dict[str, list[str]]:
@@ -66,13 +66,13 @@ def test_a_step_calls_updates_in_order(monkeypatch: pytest.MonkeyPatch):
         copy_in(transfer, *operands, what=what, **options)
 
     model, mode = Stack(depth=2), LayerStream(slots=2)
-    with attached(mode, model):
-        mode._streamer.use_updates(Recorded(calls))
+    with under(mode, model) as attached:
+        attached._streamer.use_updates(Recorded(calls))
         monkeypatch.setattr(Transfer, "copy_in", noting)
         for _ in range(2):
             calls.clear()
-            with mode.step():
-                mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
+            with attached.step():
+                attached.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
             model.zero_grad()
         onloads = calls[1:5]
         assert calls[0] == "begin"
@@ -96,10 +96,10 @@ def test_gradients_that_updates_retain_are_not_freed():
             return unit.name == "blocks.0"
 
     model, mode, updates, freed = Stack(depth=2), LayerStream(slots=2), Retaining(), []
-    with attached(mode, model):
-        mode._streamer.use_updates(updates)
-        mode._streamer.gradients.offloader.free = freed.extend
-        with mode.step():
+    with under(mode, model) as attached:
+        attached._streamer.use_updates(updates)
+        attached._streamer.gradients.offloader.free = freed.extend
+        with attached.step():
             model(stack_inputs(0, 0)).sum().backward()
         expected = {name: gradient for name, gradient in updates.kept.items() if name.startswith("blocks.1")}
         assert freed == list(expected.values())

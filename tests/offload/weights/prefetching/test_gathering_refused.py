@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import AttachOptions
 from offload.optimizer.adamw import HostAdamW
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
@@ -34,11 +35,11 @@ def model_of(*layers: nn.Module) -> nn.Module:
 def test_each_sharer_has_its_own_buffers():
     def work(sharers: ThreadSharers) -> list[float]:
         model, mode = model_of(Counting(), Counting()), LayerStream(layers="layers", slots=1)
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
         for _ in range(2):
-            with mode.step():
+            with attached.step():
                 sum(block(torch.full((2, 4), sharers.rank + 1.0)).sum() for block in model.layers).backward()
-        mode.detach()
+        attached.detach()
         return [block.calls.item() for block in model.layers]
 
     assert as_sharers(2, work) == [[2, 2], [4, 4]]
@@ -60,8 +61,8 @@ class Changing(nn.Module):
 def test_a_forward_that_changes_a_weight_which_sharers_share_is_refused():
     def work(sharers: ThreadSharers) -> None:
         model, mode = model_of(Changing()), LayerStream(layers="layers")
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
-        with mode.step(), torch.no_grad():
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
+        with attached.step(), torch.no_grad():
             model.layers[0](torch.ones(2, 4))
 
     with pytest.raises(RuntimeError, match=r"^layers.0.weight was changed in a forward, and several processes"):
@@ -71,9 +72,9 @@ def test_a_forward_that_changes_a_weight_which_sharers_share_is_refused():
 def test_data_that_takes_the_place_of_what_sharers_share_is_refused():
     def work(sharers: ThreadSharers) -> None:
         model, mode = model_of(nn.Linear(4, 4)), LayerStream(layers="layers")
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
         model.layers[0].weight.data = torch.ones(4, 4)
-        with mode.step():
+        with attached.step():
             pass
 
     with pytest.raises(RuntimeError, match=r"^layers.0.weight was given other data, and several processes share"):
@@ -84,22 +85,23 @@ def test_a_parameter_that_is_not_contiguous_is_refused():
     def work(sharers: ThreadSharers) -> None:
         layer = nn.Linear(4, 4)
         layer.weight = nn.Parameter(torch.ones(4, 4).t())
-        LayerStream(layers="layers").attach(model_of(layer), CheckedStreams(torch.device("cpu")), sharers)
+        options = AttachOptions(sharers=sharers)
+        LayerStream(layers="layers").attach(model_of(layer), CheckedStreams(torch.device("cpu")), options)
 
     with pytest.raises(ValueError, match=r"^layers.0.weight has strides \(1, 4\)"):
         as_sharers(2, work)
 
 
-def test_states_on_the_device_before_slices_are_known_are_refused():
+def test_states_that_exist_before_slices_are_known_are_refused():
     def work(sharers: ThreadSharers) -> None:
         model, mode = model_of(nn.Linear(4, 4)), LayerStream(layers="layers")
-        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
         optimizer = HostAdamW(model.parameters(), threads=1)
-        mode.overlap(optimizer, early=False, device_share=10**6)
+        optimizer.allocate()
         try:
-            mode.divide(optimizer)
+            attached.overlap(optimizer, early=False)
         finally:
-            mode.detach()
+            attached.detach()
 
     with pytest.raises(RuntimeError, match=r"^states that exist cannot be shared"):
         as_sharers(2, work)

@@ -19,7 +19,7 @@ from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutPoint, cut
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs, under
 from tests.offload.helpers.small import swap_small
 from tests.offload.helpers.updates import made, one_step, updating
 
@@ -29,7 +29,7 @@ def test_the_fixture_of_the_gpus_tests_fits(poisoned: None):
     torch.manual_seed(0)
     model, mode = Stack(), LayerStream(slots=2)
     twin = copy.deepcopy(model)
-    with attached(mode, model, "cpu"), mode.step():
+    with under(mode, model, "cpu") as attached, attached.step():
         assert torch.equal(model(stack_inputs(0, 0)), twin(stack_inputs(0, 0)))
 
 
@@ -44,9 +44,9 @@ def test_a_unit_comes_in_while_the_one_before_computes(slots: int, pending: bool
         waited_for.append(transfer.streams.h2d.clock.get("compute", 0))
         copy_in(transfer, *operands, **options)
 
-    with updating(mode, model, early=False) as optimizer:
+    with updating(mode, model, early=False) as (attached, optimizer):
         streams = registry.acquire("cpu")
-        one_step(model, mode)
+        one_step(model, attached)
         optimizer.step()
         optimizer.finish()
         monkeypatch.setattr(Transfer, "copy_in", noting)
@@ -55,7 +55,7 @@ def test_a_unit_comes_in_while_the_one_before_computes(slots: int, pending: bool
         for block in model.blocks:
             # Inside the block's forward, after which its slot may be filled anew.
             block.dropout.register_forward_hook(lambda *_: computed.append(streams.compute.advance()))
-        with mode.step():
+        with attached.step():
             model(stack_inputs(0, 0)).sum().backward()
         registry.release(streams)
     for unit in range(slots, 6):

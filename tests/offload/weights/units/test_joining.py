@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.streams.transfer import Transfer
 from offload.weights.units import joining
-from tests.offload.helpers.architectures import ADAPTED
-from tests.offload.helpers.models import Stack, attached, same_as_resident
+from tests.offload.helpers.models import Stack, same_as_resident, under
 
 # A layer of n x n float32 numbers has 4 n^2 bytes: 16 x 16 is no longer small.
 SMALL = 1024
@@ -74,8 +70,8 @@ def test_a_layer_and_its_adapters_are_one_unit_at_the_module_around_them():
     # Stem and head are small and have no neighbours: blocks are used as a whole.
     assert units(Model()) == ["stem", *blocks, "head"]
     mode, model = BounceLinear(), Model()
-    with attached(mode, model):
-        (unit,) = (unit for unit in mode._streamer.cut.units if unit.name == "blocks.1.first")
+    with under(mode, model) as attached:
+        (unit,) = (unit for unit in attached._streamer.cut.units if unit.name == "blocks.1.first")
         assert [tensor.name.removeprefix("blocks.1.first.") for tensor in unit.tensors] == [
             "base.weight",
             "down.default.weight",
@@ -146,46 +142,3 @@ def test_joined_units_compute_the_same_numbers(slots: int, recompute: str | None
     same_as_resident(model, BounceLinear(slots=slots))
     model = nn.Sequential(linear(8, 32), *(Block() for _ in range(2)), linear(32, 4))
     same_as_resident(model, BounceLinear(slots=slots))
-
-
-@pytest.mark.parametrize("adapters", ADAPTED)
-def test_an_adapted_model_takes_one_copy_for_a_layer_with_its_adapters(adapters: str, monkeypatch: pytest.MonkeyPatch):
-    model = ADAPTED[adapters].build().train()
-    batch = ADAPTED[adapters].inputs()
-    copies = []
-    copy_in = Transfer.copy_in
-
-    def counted(transfer: Transfer, *tensors: torch.Tensor, what: str, **options: object) -> None:
-        copies.append(what)
-        copy_in(transfer, *tensors, what=what, **options)
-
-    def a_step(small_bytes: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(joining, "SMALL_BYTES", small_bytes)
-        mode, adapted = BounceLinear(), copy.deepcopy(model)
-        footprint = mode.footprint(adapted)
-        with attached(mode, adapted):
-            for _ in range(2):
-                adapted.zero_grad()
-                copies.clear()
-                before = mode.counters()
-                torch.manual_seed(0)
-                with mode.step():
-                    loss = adapted(**batch).loss
-                    loss.backward()
-            moved = mode.counters() - before
-            assert moved.h2d_bytes <= footprint.h2d_bytes
-            assert moved.d2h_bytes <= sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
-            assert mode.counters().host_pageable_bytes == footprint.host_weight_bytes + footprint.host_gradient_bytes
-            return [loss.detach(), *(p.grad for p in adapted.parameters() if p.grad is not None)]
-
-    monkeypatch.setattr(Transfer, "copy_in", counted)
-    alone = a_step(0)
-    copies_alone, named_alone = len(copies), set(copies)
-    joined = a_step(600)
-    assert any("lora" in name for name in named_alone)
-    assert len(copies) < 0.6 * copies_alone
-    # No adapter travels without its layer.
-    assert not [
-        name for name in set(copies) if name.endswith(("lora_A.default", "lora_B.default")) and " to " not in name
-    ]
-    assert all(torch.equal(one, other) for one, other in zip(alone, joined, strict=True))

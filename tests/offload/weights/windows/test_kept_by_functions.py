@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 from tests.offload.helpers.quantised import WIDTH, Model, Nested, same_as_resident
 
 
@@ -124,8 +124,8 @@ def test_a_graph_that_is_kept_is_run_twice_and_leaves_nothing_behind():
     made = model()
     mode = LayerStream(slots=1)
     rows = torch.randn(5, 8, requires_grad=True)
-    with attached(mode, made):
-        with mode.step():
+    with under(mode, made) as attached:
+        with attached.step():
             loss = made(rows).square().mean()
             (first,) = torch.autograd.grad(loss, rows, retain_graph=True)
             (second,) = torch.autograd.grad(loss, rows)
@@ -139,7 +139,7 @@ def test_a_graph_that_is_kept_is_run_twice_and_leaves_nothing_behind():
 def test_a_weight_that_changed_since_forward_is_refused():
     made = model()
     mode = LayerStream(slots=1)
-    with attached(mode, made), mode.step():
+    with under(mode, made) as attached, attached.step():
         loss = made(torch.randn(5, 8, requires_grad=True)).square().mean()
         made.blocks[1].second.weight.scale.mul_(2)
         with pytest.raises(RuntimeError, match=r"blocks\.1\.second\.weight, needed for gradient .* modified"):

@@ -14,7 +14,7 @@ from models import quantise
 from models.quantise import QuantisedWeight
 from models.quantise_formats import Int8
 from offload.modes.layer_stream import LayerStream
-from tests.offload.helpers.models import attached
+from tests.offload.helpers.models import under
 from tests.offload.helpers.quantised import WIDTH, Model, inputs, same_as_resident
 
 
@@ -133,7 +133,7 @@ def test_what_its_user_changes_inside_a_step_is_used(listed: bool, change: Calla
     made.blocks[1].second = Layer(listed, change)
     resident = copy.deepcopy(made)
     mode = LayerStream(slots=1)
-    with attached(mode, made), mode.step():
+    with under(mode, made) as attached, attached.step():
         for model in (made, resident):
             model(inputs(0, 0)).sum().backward()
             scale_is_doubled(model)
@@ -152,23 +152,23 @@ def quantised_model() -> Model:
 
 
 def test_backward_makes_none_where_the_slot_has_one(monkeypatch: pytest.MonkeyPatch):
-    made, count = quantised_model(), [0]
-    original = QuantisedWeight.__init__
+    made, counts = quantised_model(), []
+    original = QuantisedWeight.__new__
 
-    def counted(*arguments: object, **keywords: object) -> None:
-        count[0] += 1
-        original(*arguments, **keywords)
+    def counted(*arguments: object, **keywords: object) -> QuantisedWeight:
+        counts[-1] += 1
+        return original(*arguments, **keywords)
 
     mode = LayerStream(slots=2)
-    with attached(mode, made):
+    with under(mode, made) as attached:
         for step in range(6):
-            count[0] = 0
-            monkeypatch.setattr(QuantisedWeight, "__init__", counted)
-            with mode.step():
+            counts.append(0)
+            monkeypatch.setattr(QuantisedWeight, "__new__", staticmethod(counted))
+            with attached.step():
                 made(inputs(step, 0)).sum().backward()
             monkeypatch.undo()
             made.zero_grad()
-    assert count[0] == 0
+    assert counts[0] > 0 == counts[-1]
 
 
 class Times(torch.autograd.Function):
@@ -192,7 +192,7 @@ def test_second_derivatives_do_not_use_the_slot(monkeypatch: pytest.MonkeyPatch)
     resident = copy.deepcopy(made)
     mode = LayerStream(slots=1)
     found = []
-    with attached(mode, made), mode.step():
+    with under(mode, made) as attached, attached.step():
         for model in (made, resident):
             given = inputs(0, 0)
             (first,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.activations.checkpointing import recompute
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs, under
 
 
 def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
@@ -21,8 +21,8 @@ def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
         kept.append(tensor)
         return tensor
 
-    with attached(mode, model), mode.step():
-        slots = {slot.bytes.data_ptr() for slot in mode._streamer._slots}
+    with under(mode, model) as attached, attached.step():
+        slots = {slot.bytes.data_ptr() for slot in attached._streamer._slots}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(stack_inputs(0, 0)).sum()
         assert kept
@@ -32,8 +32,8 @@ def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
 
 def test_hooks_that_are_nested_in_themselves_do_nothing():
     model, mode = Stack(), LayerStream(slots=1)
-    with attached(mode, model):
-        windows = mode._streamer._windows
+    with under(mode, model) as attached:
+        windows = attached._streamer._windows
         saved, running = windows._saved, windows.threads.running
         with saved.hooks(running):
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -43,7 +43,7 @@ def test_hooks_that_are_nested_in_themselves_do_nothing():
 
 def test_weights_changed_between_forward_and_backward_are_refused():
     model, mode = Stack(), BounceLinear(slots=1)
-    with attached(mode, model), mode.step():
+    with under(mode, model) as attached, attached.step():
         loss = model(stack_inputs(0, 0)).sum()
         with torch.no_grad():
             model.blocks[1].up.weight.add_(1)
@@ -57,10 +57,10 @@ def test_weights_changed_between_forward_and_backward_are_refused():
 def test_weights_may_change_when_backward_does_not_need_them(place: str):
     with torch.device(place):
         model, mode = Stack(), LayerStream(slots=1)
-    with attached(mode, model):
+    with under(mode, model) as attached:
         for parameter in model.parameters():
             nn.init.uniform_(parameter)
-        with mode.step():
+        with attached.step():
             loss = model(stack_inputs(0, 0)).sum()
             with torch.no_grad():
                 # Backward of a layer does not need its bias, although it lies beside its weight.
@@ -70,7 +70,7 @@ def test_weights_may_change_when_backward_does_not_need_them(place: str):
 
 def test_an_in_place_edit_of_a_saved_activation_raises_as_autograd_does():
     model, mode = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), BounceLinear()
-    with attached(mode, model), mode.step():
+    with under(mode, model) as attached, attached.step():
         hidden = model[0](stack_inputs(0, 0))
         out = model[1](hidden)
         hidden.detach().add_(1)
@@ -84,7 +84,7 @@ def test_a_recompute_of_frozen_blocks_is_made_for_a_checkpoint_of_the_user_alone
     model, mode, calls = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).requires_grad_(False), LayerStream(), []
     model[1].register_forward_pre_hook(lambda *_: calls.append(1))
     block = nn.Sequential(model[1])
-    with attached(mode, model), mode.step():
+    with under(mode, model) as attached, attached.step():
         undo = recompute([block])
         inputs = stack_inputs(0, 0).requires_grad_()
         hidden = checkpoint(model[1], inputs, use_reentrant=False) if of_the_user else block(inputs)
