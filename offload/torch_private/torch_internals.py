@@ -93,8 +93,8 @@ trilinear = torch.ops.aten._trilinear.default
 # tile of a parameter.
 fused_adamw_ = torch._fused_adamw_
 
-# Each by one call of a kernel for many tensors. (tensors, number), which adds in place; (targets, sources), which copies,
-# between dtypes too.
+# Each by one call of a kernel for many tensors. (tensors, number), which adds in place; (targets, sources), which
+# copies, between dtypes too.
 add_to_each = torch._foreach_add_
 copy_each = torch._foreach_copy_
 
