@@ -23,10 +23,7 @@ COPY = "weight"
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer's states as PARAMETER.STATE, in the model's order.
-
-    Copies of parameters are left out.
-    """
+    """Returns the optimizer's states as PARAMETER.STATE, in the model's order. Copies of parameters are left out."""
     return {
         f"{name}.{key}": tensor
         for name, parameter in model.named_parameters()
