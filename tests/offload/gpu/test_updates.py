@@ -44,7 +44,7 @@ def train(model: nn.Module, mode, early: bool | None, *, microbatches: int = 2, 
     """Returns losses, some evaluations, states and weights. `early` None: the optimizer makes all updates itself."""
     dtype, steps = model.head.weight.dtype, 0
 
-    def evaluated(optimizer: HostAdamW) -> list[torch.Tensor]:
+    def evaluated(*_: object) -> list[torch.Tensor]:
         nonlocal steps
         steps += 1
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_norms_taken_on_the_device_are_those_of_the_gradients_at_home(mode: str)
 
 
 def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPatch):
-    updates.sleepy(monkeypatch)
+    gate = updates.held_up(monkeypatch)
     model, mode = Stack(width=64, depth=8), LayerStream(slots=2)
     with under(mode, model, "cuda") as attached:
         optimizer = HostAdamW(model.parameters())
@@ -173,6 +173,7 @@ def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPat
         optimizer.step()
         per_block = sum(p.numel() for p in model.blocks[0].parameters())
         assert attached.counters().updated_parameters < 8 * per_block
+        gate.set()
         optimizer.finish()
         assert attached.counters().updated_parameters == 8 * per_block
 
