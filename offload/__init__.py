@@ -21,7 +21,7 @@ A mode attaches to any torch model, in any training loop:
 
 The names in `__all__` are the public face, all that a training loop needs. Three faces stand beside it:
 `offload.sharing` for processes that share the homes of weights, `offload.planning` for plans, `offload.knobs` for modes
-of your own. Every other module may change without notice.
+of your own and for sizes in bytes. Every other module may change without notice.
 
 - `acquire`, `release`: the streams of a device (`Streams`). `upload` copies a batch there without waiting.
 - `Mode`: describes a mode by its knobs, with `footprint` and `attach`, which take `AttachOptions` (`NO_OPTIONS`).
@@ -43,7 +43,6 @@ of your own. Every other module may change without notice.
   `offload.knobs`.
 - `allocator_pinned_bytes`: page-locked memory of torch's own allocator, for a mode whose copies torch or another system
   makes.
-- For configurations: `parse_bytes`, `format_bytes`, `GIB`, `usable_cores`.
 
 Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `torch_private`;
 `streams` (and copies); `memory`; `weights`, `activations` and `microbatches` (one mechanism each); `sharing` and
@@ -64,11 +63,9 @@ step, `weights.streamer`, which joins the parts, and `modes.layer_stream`, a who
 
 from offload.activations.checkpointing import recompute
 from offload.blocks import find_blocks
-from offload.byte_sizes import GIB, format_bytes, parse_bytes
 from offload.errors import KnobError
 from offload.files.mapped_files import FileSpan, lies_in_file
 from offload.memory.host_memory import allocator_pinned_bytes
-from offload.memory.limits import usable_cores
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -87,7 +84,6 @@ from offload.streams.transfer import upload
 from offload.weights.footprint import Footprint
 
 __all__ = [
-    "GIB",
     "NO_OPTIONS",
     "ActivationMode",
     "AttachOptions",
@@ -111,12 +107,9 @@ __all__ = [
     "acquire",
     "allocator_pinned_bytes",
     "find_blocks",
-    "format_bytes",
     "l2_norm",
     "lies_in_file",
-    "parse_bytes",
     "recompute",
     "release",
     "upload",
-    "usable_cores",
 ]

@@ -40,7 +40,8 @@ from hydra.utils import get_class
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from offload import GIB, WeightMode, acquire, release
+from offload import WeightMode, acquire, release
+from offload.knobs import GIB
 from offload.planning import Bandwidth, floor_ms, measure_bandwidth
 from scripts.workload import make_workload, parsed, parser, timed_steps
 from training.config.modes import RESIDENT, mode_options

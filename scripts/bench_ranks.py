@@ -40,7 +40,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.initialise import initialise
-from offload import GIB, acquire, find_blocks, recompute, release, usable_cores
+from offload import acquire, find_blocks, recompute, release
+from offload.knobs import GIB
+from offload.planning import usable_cores
 from offload.sharing import NO_SHARERS, Sharers
 from scripts.workload import BlocksWorkload, Reduce, blocks, parsed, parser, timed_steps
 from training.config.modes import RESIDENT

@@ -24,7 +24,8 @@ if __name__ == "__main__":
     starting.refuse_foreign_python()
     starting.end_on_interrupt()
 
-from offload import KnobError, parse_bytes
+from offload import KnobError
+from offload.knobs import parse_bytes
 from training.errors import UserError
 from training.runs import compose_errors, console
 

@@ -35,11 +35,11 @@ from offload import (
     Speculation,
     acquire,
     find_blocks,
-    parse_bytes,
     recompute,
     release,
     upload,
 )
+from offload.knobs import parse_bytes
 from offload.planning import can_be_undone, log_bytes
 from offload.sharing import NO_SHARERS, Sharers
 from training.batches import Batch, examples_in, uploaded

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from offload.byte_sizes import GIB
+from offload.knobs import GIB
 from offload.memory.limits import free_host_bytes
 from offload.torch_private.torch_internals import clear_cuda_error
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 import torch
 from torch import Tensor
 
-from offload.byte_sizes import GIB
+from offload.knobs import GIB
 from offload.memory.limits import free_host_bytes
 from offload.optimizer.claims import WEIGHT, Claim, State, update_elsewhere, update_in_place
 from offload.optimizer.formats import MASTER_NAMES, StateFormat, needs_copy, state_bytes

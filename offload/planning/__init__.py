@@ -8,12 +8,13 @@ The names in `__all__` are public, beside those of `offload`. Read `dry_run` fir
   `PlannedSharers` stand for processes that share homes. `NotFinalError`: released gradients that are not final.
 - `forecast`: the `Forecast` of a whole step, with the `UpdateTimes` of `update_work`; `hidden_share`, `floor_ms` and
   `bounded_by_files` are its parts. `GRADIENT_SLOTS`: units of gradients that may wait on the device.
-- Of the machine: `Bandwidth`, `measure_bandwidth`, `measure_update_rate`, `free_host_bytes`, `usable_host_bytes`.
+- Of the machine: `Bandwidth`, `measure_bandwidth`, `measure_update_rate`, `free_host_bytes`, `usable_host_bytes`,
+  `usable_cores`.
 - Of the optimizer: `StateFormat`; `log_bytes`, `bytes_of_logs` and `can_be_undone` of
   updates that are undone.
 """
 
-from offload.memory.limits import free_host_bytes, usable_host_bytes
+from offload.memory.limits import free_host_bytes, usable_cores, usable_host_bytes
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernel_choice import measure_update_rate
 from offload.planning.cost_model import (
@@ -61,5 +62,6 @@ __all__ = [
     "measure_bandwidth",
     "measure_update_rate",
     "update_work",
+    "usable_cores",
     "usable_host_bytes",
 ]

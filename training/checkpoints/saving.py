@@ -33,7 +33,8 @@ from models.quantise import is_quantised
 from models.safetensors_files import split_into_files, write_tensors
 from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
 from models.whole_folder import Fill, Write, bytes_of, renamed_when_whole, write_file
-from offload import Streams, format_bytes
+from offload import Streams
+from offload.knobs import format_bytes
 from training.checkpoints.base import BaseReference
 from training.checkpoints.best import Best
 from training.checkpoints.changes import config_text

@@ -9,8 +9,8 @@ from typing import get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from offload import KnobError, parse_bytes
-from offload.knobs import in_range
+from offload import KnobError
+from offload.knobs import in_range, parse_bytes
 from training.config.construct import check_optimizer, make_mode
 from training.config.datasets import check_dataset
 from training.config.declare import AUTO

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from offload import usable_cores
+from offload.planning import usable_cores
 from training.errors import UserError
 from training.parallel.world import World
 from training.profiling.hardware import resolve_device

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 
 from models.generation import largest_forwards
-from offload import GIB, format_bytes, parse_bytes
+from offload.knobs import GIB, format_bytes, parse_bytes
 from offload.planning import free_host_bytes
 from training.errors import UserError
 from training.planning.advice import memory_advice

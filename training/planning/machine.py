@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from models.llama import Block, rotary_tables
-from offload import GIB, usable_cores
+from offload.knobs import GIB
 from offload.planning import (
     Bandwidth,
     MemoryTracker,
@@ -32,6 +32,7 @@ from offload.planning import (
     fused_kernels,
     measure_bandwidth,
     measure_update_rate,
+    usable_cores,
 )
 from training.errors import UserError
 from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes

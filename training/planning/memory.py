@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from models.loss import Head, tokens_per_chunk
-from offload import GIB, Footprint, HostAdamW, Speculation, parse_bytes
+from offload import Footprint, HostAdamW, Speculation
+from offload.knobs import GIB, parse_bytes
 from offload.planning import DryRun, StateFormat, UpdateTimes, bytes_of_logs, log_bytes
 from training.parallel.reduce import exchange_bytes
 from training.parallel.world import ranks_of_host

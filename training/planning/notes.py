@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from models.adapter_targets import linear_names
 from models.adapters import adapter_layers, config_of, is_adapted, root_of, without_adapters
 from models.quantise import QuantisedWeight
-from offload import WeightMode, format_bytes
+from offload import WeightMode
+from offload.knobs import format_bytes
 from training.config.modes import weights_node
 from training.config.schema import quantises
 from training.parallel.world import ranks_of_host

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload import GIB, format_bytes
+from offload.knobs import GIB, format_bytes
 from offload.planning import Forecast, Work
 from training.metric_names import PLANNED
 from training.planning.machine import Machine

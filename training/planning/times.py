@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload import GIB
+from offload.knobs import GIB
 from offload.planning import (
     DryRun,
     Forecast,

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from offload import GIB, Streams, usable_cores
-from offload.planning import Bandwidth, measure_bandwidth, usable_host_bytes
+from offload import Streams
+from offload.knobs import GIB
+from offload.planning import Bandwidth, measure_bandwidth, usable_cores, usable_host_bytes
 from training.errors import UserError
 from training.runs.files import HARDWARE_FILE, write_whole
 

@@ -11,7 +11,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload import GIB, Attached, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes
+from offload import Attached, HostAdamW, OwnOptimizer, Speculation, Streams
+from offload.knobs import GIB, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
 from training.metrics.progress import phase, print_plan

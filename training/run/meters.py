@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from offload import GIB, Counters, parse_bytes
+from offload import Counters
+from offload.knobs import GIB, parse_bytes
 from training.metrics.step_timer import StepTimer
 from training.metrics.wandb_tracker import run_name
 from training.profiling.hardware import known_peak_flops, reset_peaks, rss_gib, vram_peak_gib, vram_reserved_gib

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
-from offload import usable_cores
+from offload.planning import usable_cores
 from training.checkpoints.base import BaseReference
 from training.checkpoints.best import check_best
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point

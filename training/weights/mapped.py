@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from models.adapters import without_adapters
 from models.places import Places, find_places
-from offload import FileSpan, Footprint, format_bytes
+from offload import FileSpan, Footprint
+from offload.knobs import format_bytes
 from training.config.modes import weights_node
 from training.errors import UserError, as_user_error
 from training.weights.files import ModelWeights

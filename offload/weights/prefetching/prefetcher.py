@@ -17,9 +17,8 @@ from offload.memory.device_slots import DeviceSlot, DeviceSlots
 from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
 from offload.torch_private.torch_internals import is_in_backward
-from offload.weights.prefetching.access_order import AccessOrder
+from offload.weights.prefetching.access_order import AccessOrder, RepeatedOrder
 from offload.weights.prefetching.filler import Filler, Forecast
-from offload.weights.prefetching.repeated_order import RepeatedOrder
 from offload.weights.prefetching.slot_contents import SlotContents
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor

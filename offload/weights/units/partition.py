@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload.byte_sizes import parse_bytes
 from offload.errors import KnobError
+from offload.knobs import parse_bytes
 from offload.torch_private.tensor_parts import lies_flat, true_bytes, wraps
 from offload.weights.units.layouts import check_buffer, check_frozen
 from offload.weights.units.placement import ModuleAttribute

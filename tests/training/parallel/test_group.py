@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import usable_cores
+from offload.planning import usable_cores
 from tests.training.helpers.in_process import composed, run_here, signals_as_before
 from tests.training.helpers.results import content
 from tests.training.parallel.conftest import RUN, run_ranks

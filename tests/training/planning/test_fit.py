@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.byte_sizes import GIB, format_bytes
+from offload.knobs import GIB, format_bytes
 from offload.modes import tensor_swap
 from tests.training.helpers.in_process import SMALL_MODEL, TINY_RUN, command_here, components_of
 from training.planning import fit, memory

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models.llama import Llama
-from offload.byte_sizes import GIB
+from offload.knobs import GIB
 from offload.modes import tensor_swap
 from offload.weights.gradients import ring
 from tests.training.helpers.in_process import ROOT, command_here, components_of

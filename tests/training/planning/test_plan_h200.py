@@ -13,7 +13,7 @@ import torch
 
 from models.llama import Llama
 from offload.blocks import find_blocks
-from offload.byte_sizes import GIB
+from offload.knobs import GIB
 from offload.planning.cost_model import UpdateTimes, forecast, hidden_share
 from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.simulated_streams import SimulatedStreams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models.llama import Llama
-from offload.byte_sizes import GIB
+from offload.knobs import GIB
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import BUSY_CORES, LAUNCHING_CORES
