@@ -116,6 +116,8 @@ class Components:
 
     def with_gradients(self, choice: GradientChoice) -> Components:
         """Returns the components of a run with this choice."""
+        if choice.released == self.options.release_gradients:
+            return replace(self, gradients=choice)
         options = replace(self.options, release_gradients=choice.released)
         footprint = footprint_of(self.config, self.mode, self.model, options)
         return replace(self, gradients=choice, options=options, footprint=footprint)
