@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -235,3 +236,9 @@ def test_held_and_moved_bytes_are_those_of_the_footprint():
         streamed = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
         assert after.d2h_bytes - before.d2h_bytes == streamed
         assert after.host_pageable_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
+
+
+def test_nothing_is_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(Stack(recompute="non-reentrant"), BounceLinear())
