@@ -88,8 +88,8 @@ class Tracker:
     Args:
         mode: `online`, `offline`, `disabled` (wandb is not imported), or `auto`: the mode that WANDB_MODE or the
             command `wandb offline` chose, otherwise online if an API key is configured, otherwise offline.
-        project, entity: None leaves the choice to wandb's own settings.
-        group: None takes the sweep's, which the sweep launcher writes to OFFLOAD_SWEEP_GROUP.
+        project: None leaves the choice to wandb's own settings, as that of the team always is (WANDB_ENTITY). The group
+            is the sweep's, which the sweep launcher writes to OFFLOAD_SWEEP_GROUP, or else that of WANDB_RUN_GROUP.
         config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
         resume_id: the `id` of the run that this one continues.
 
@@ -103,8 +103,6 @@ class Tracker:
         run_dir: Path,
         config: Mapping[str, Any],
         project: str | None = None,
-        entity: str | None = None,
-        group: str | None = None,
         tags: Sequence[str] = (),
         name: str | None = None,
         resume_id: str | None = None,
@@ -120,9 +118,8 @@ class Tracker:
             "id": self.id,
             "resume": "allow" if resume_id else None,
             "project": project,
-            "entity": entity,
             "job_type": "train",
-            "group": group or os.environ.get(SWEEP_GROUP_VARIABLE),
+            "group": os.environ.get(SWEEP_GROUP_VARIABLE),
             "tags": list(tags),
             "name": name,
             "config": plain(config),
