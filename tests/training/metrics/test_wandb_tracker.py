@@ -172,14 +172,11 @@ def test_the_closing_summary_replaces_last_values_and_a_failure_is_marked(run_di
     assert summary["exit_code"] == 1
 
 
-@pytest.mark.parametrize(("sweep", "expected"), [("sweep-7", "sweep-7"), (None, "mine")])
+@pytest.mark.parametrize("variable", ["OFFLOAD_SWEEP_GROUP", "WANDB_RUN_GROUP"])
 @pytest.mark.slow
-def test_group(run_dir, monkeypatch, sweep, expected):
-    """Outside of a sweep wandb's own variable names it."""
-    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
-    if sweep is not None:
-        monkeypatch.setenv("OFFLOAD_SWEEP_GROUP", sweep)
-    assert records_of(recorded(run_dir), "run")[0]["run_group"] == expected
+def test_group(run_dir, monkeypatch, variable):
+    monkeypatch.setenv(variable, "mine")
+    assert records_of(recorded(run_dir), "run")[0]["run_group"] == "mine"
 
 
 def test_a_service_killed_in_mid_run_warns_once(run_dir, tmp_path, caplog):
