@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -74,7 +75,7 @@ def has_come(number: int, wanted: int) -> bool:
     return (number - wanted) % 2**32 < 2**31
 
 
-class Peers:
+class Peers(ABC):
     """The device memory of all sharers of a host, from the side of one. Every sharer makes one, and waits."""
 
     def __init__(self, sharers: Sharers):
@@ -86,30 +87,31 @@ class Peers:
         # Of each region, that of each sharer: a tensor, or its address.
         self._regions: list[list] = []
 
+    @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Returns device memory (uint8) that the others reach: the next region. Every sharer calls it, and waits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, parts: Sequence[Part]) -> None:
         """Copies parts of the others' memory, on the current stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, parts: Sequence[Part]) -> None:
         """Copies parts to the others' memory, on the current stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copies tensors of this device, on the current stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def meet(self) -> None:
         """Makes the later work of the current stream wait until those of all sharers have come to the same call.
 
         On the CPU it blocks the host. Raises SharerLostError for a sharer that is known to have ended or to hang, and
         RuntimeError after `let_go`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def let_go(self) -> None:
         """Ends the waits of this process's stream, because a sharer is lost. What it computes from then on is wrong."""
 
@@ -148,6 +150,9 @@ class HostPeers(Peers):
         began = time.monotonic()
         for rank in self._others:
             self._processes.awaited(rank, self._arrival(rank), began, self._sharers.limit_s)
+
+    def let_go(self) -> None:
+        """Does nothing: the host waits, and looks for the sharer itself."""
 
     def _theirs(self, part: Part) -> torch.Tensor:
         return self._regions[part.region][part.rank][part.start : part.start + part.own.nbytes]
