@@ -73,7 +73,7 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
         # A file that no run wrote may lack them; it is refused for its other keys.
         parts = [[str(each.get(name)) for name in ("devices", "microbatches")] for each in (saved, config)]
         was, now = ([int(part) if part.isdecimal() else 0 for part in each] for each in parts)
-        as_many = math.prod(was) == math.prod(now)
+        as_many = math.prod(was) == math.prod(now) > 0
         if as_many:
             may_change = (*may_change, "microbatches")
         # Several devices with several microbatches add up those of each device first.
