@@ -77,7 +77,7 @@ class HostAdamW(torch.optim.AdamW):
         device_share: bytes of states ("10GiB") that a mode which overlaps the updates places on the device, or "auto"
             for as many as fit there. Without such a mode it has no effect.
         gradients: of weights that stream. "keep" leaves them in `.grad`, in host memory; "release" hands each to its
-            update inside backward, so that it needs no memory of its own (see `Mode.release_gradients`). "auto"
+            update inside backward, so that it needs no memory of its own (see `AttachOptions`). "auto"
             releases them where nothing else needs them.
         threads: cores that update host parameters. None takes all but one, which launches the device's work, or all
             but three under a mode that begins updates inside backward (see `leave_cores`).
@@ -88,7 +88,7 @@ class HostAdamW(torch.optim.AdamW):
     Raises KnobError for a setting out of range.
     """
 
-    # Updates may run on a thread of their own, beside the step (`Mode.overlap`).
+    # Updates may run on a thread of their own, beside the step (`Attached.overlap`).
     overlaps = True
     # A GradScaler then leaves the gradients alone: updates that have begun would not see what it makes of them.
     _step_supports_amp_scaling = True

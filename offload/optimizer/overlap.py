@@ -73,8 +73,8 @@ class Overlap(Updates):
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step.
 
-        Raises RuntimeError inside `Mode.inference`, where copies in may be reading the weights, and for another scale
-        than 1 where updates have begun without it.
+        Raises RuntimeError inside `Attached.inference`, where copies in may be reading the weights, and for another
+        scale than 1 where updates have begun without it.
         """
         self._streamer.check_weights_may_change()
         if scale != 1.0 and self._optimizer.has_begun:

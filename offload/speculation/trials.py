@@ -34,7 +34,7 @@ QUIET_STEPS = 2
 
 @dataclass(frozen=True)
 class Speculation:
-    """Allows updates that may have to be undone: given to `Mode.overlap`.
+    """Allows updates that may have to be undone: given to `Attached.overlap`.
 
     `limit`: gradients whose norm is above it will not count in full; math.inf where only those that are not finite will
     not. `undo_bytes`: host memory that the logs of a step may take in this process.

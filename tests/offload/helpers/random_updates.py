@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Beside:
-    """Updates beside the step: the arguments of `Mode.overlap`."""
+    """Updates beside the step: the arguments of `Attached.overlap`."""
 
     early: bool
     device_share: int
