@@ -1,5 +1,5 @@
 """Activations that wait on the host for backward, or that backward computes again.
 
-Read `swapped_span` first, with the lifecycle of a swapped span, then `swapper`. `policy` chooses which spans are worth
-a copy; `checkpointing` recomputes blocks.
+Read `swapped_span` first, with the lifecycle of a swapped span and its copies, then `swapper`. `policy` chooses which
+spans are worth a copy; `checkpointing` recomputes blocks.
 """

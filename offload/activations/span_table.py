@@ -10,45 +10,58 @@ from collections.abc import Iterator
 import torch
 
 from offload.activations.host_pool import PooledBlock
-from offload.activations.policy import SpanRecord
+from offload.activations.policy import Outcome, SpanRecord
 from offload.activations.storages import ExcludedStorages, SavedStorages
 from offload.activations.swapped_span import ByteRange, ReleasedSpan, SwappedSpan
-from offload.streams.registry import Event
 
 
 class StepRecord:
     """The spans of one step, and what is known of the step so far: made when it begins, read when it ends.
 
     `spans` are the records in the order of saving, `saved` finds the spans by storage, `excluded` are the storages
-    that are not swapped in this step. The swapped spans from `first_serial` on are of this step, and `has_new_spans`
-    tells that some were saved since their order of use was last looked up. `kept_bytes` stay on the
-    device within the budget, `unpacked_bytes` were unpacked since the last save. `started` and `stall_ms` are the time
-    when the step began, and how long compute had stood still by then, in all steps.
+    that are not swapped in this step. Swapped spans from `first_serial` on are of this step. `budget` bytes may stay on
+    the device.
     """
 
-    def __init__(self, first_serial: int = 0, stall_ms: float = 0.0, started: Event | None = None):
+    def __init__(self, first_serial: int = 0, budget: int = 0):
         self.spans: list[SpanRecord] = []
         self.saved = SavedStorages()
         self.excluded = ExcludedStorages()
         self.first_serial = first_serial
-        self.has_new_spans = False
-        self.kept_bytes = 0
-        self.unpacked_bytes = 0
-        self.stall_ms = stall_ms
-        self.started = started
+        self._budget = budget
+        self._kept_bytes = 0
         self._ticks = 0
 
     def __contains__(self, record: SpanRecord) -> bool:
         return record in self.spans[record.index : record.index + 1]
 
+    @property
+    def room(self) -> int:
+        """The bytes of the budget that are not taken by spans that stay."""
+        return max(self._budget - self._kept_bytes, 0)
+
     def add(self, nbytes: int) -> SpanRecord:
         """Records that a span of `nbytes` is saved now."""
-        record = SpanRecord(len(self.spans), nbytes, saved_at=self.tick())
+        record = SpanRecord(len(self.spans), nbytes, saved_at=self._tick())
         self.spans.append(record)
         return record
 
-    def tick(self) -> int:
-        """Returns the time of the next save or use: saves and uses of a step are counted together."""
+    def leave(self, record: SpanRecord, within_budget: bool) -> None:
+        """Notes that a span stays on the device."""
+        record.outcome = Outcome.STAYED
+        record.kept = within_budget
+        self._kept_bytes += record.nbytes if within_budget else 0
+
+    def use(self, record: SpanRecord) -> bool:
+        """Notes that backward asks for a span. Returns True for its first use."""
+        if record.used_at is not None:
+            return False
+        record.used_at = self._tick()
+        if record.kept and record in self:
+            self._kept_bytes -= record.nbytes
+        return True
+
+    def _tick(self) -> int:
         self._ticks += 1
         return self._ticks
 
@@ -57,18 +70,19 @@ class SpanTable:
     """Weak references to the swapped spans, numbered in the order of saving, and the order in which they are used.
 
     Autograd alone keeps spans alive, and may drop them at any time, in any thread. The memory of a dead span waits in
-    `released` until the swapper takes it with `pop_released`. `ahead_bytes` are on the device before backward asked.
+    `released` until the swapper takes it with `pop_released`.
     """
 
     def __init__(self) -> None:
         self.released: deque[ReleasedSpan] = deque()
-        self.ahead_bytes = 0
         self.next_serial = 0
         self._spans: list[tuple[int, weakref.ref[SwappedSpan]]] = []
         # When the step before used each span, by its index in the order of saving and its size.
         self._used_before: dict[tuple[int, int], int] = {}
         # The spans of this step with these times, soonest first; None where the two steps differ.
         self._expected: list[tuple[int, weakref.ref[SwappedSpan]]] | None = []
+        # True: spans were saved since this was made.
+        self._has_new_spans = False
 
     def add(
         self, record: SpanRecord, byte_range: ByteRange, storage: torch.UntypedStorage, block: PooledBlock
@@ -79,6 +93,7 @@ class SpanTable:
         self.next_serial += 1
         span = SwappedSpan(serial, record, byte_range, storage, block, self.released)
         self._spans.append((serial, weakref.ref(span)))
+        self._has_new_spans = True
         return span
 
     def pop_released(self) -> ReleasedSpan:
@@ -87,18 +102,11 @@ class SpanTable:
         index = self._index(released.serial)
         if index < len(self._spans) and self._spans[index][0] == released.serial:
             del self._spans[index]
-        self.ahead_bytes -= released.ahead_bytes
         return released
 
     def alive(self) -> list[SwappedSpan]:
         """Returns the spans that are alive, in the order of saving."""
         return [span for _, reference in self._spans if (span := reference()) is not None]
-
-    def mark_ahead(self, span: SwappedSpan, is_ahead: bool) -> None:
-        """Notes whether `span` is on the device before backward asked for it."""
-        if span.is_ahead != is_ahead:
-            span.is_ahead = is_ahead
-            self.ahead_bytes += span.byte_range.nbytes if is_ahead else -span.byte_range.nbytes
 
     def used_after(self, record: SpanRecord, step: StepRecord, serial: int) -> Iterator[SwappedSpan | None]:
         """Returns the spans that backward will use after `record`, soonest first; a dead span is None.
@@ -107,9 +115,12 @@ class SpanTable:
         saved so far were saved and used in that one. Otherwise it is the reverse order of saving, from the span before
         number `serial` on.
         """
-        if step.has_new_spans:
-            self._expect([span for span in self.alive() if span.serial >= step.first_serial])
-            step.has_new_spans = False
+        if self._has_new_spans:
+            spans = [span for span in self.alive() if span.serial >= step.first_serial]
+            times = [self._used_before.get((span.record.index, span.record.nbytes)) for span in spans]
+            pairs = zip(times, map(weakref.ref, spans), strict=True)
+            self._expected = None if None in times else sorted(pairs, key=lambda pair: pair[0])
+            self._has_new_spans = False
         used_at = self._used_before.get((record.index, record.nbytes)) if record in step else None
         if used_at is None or self._expected is None:
             return (self._spans[index][1]() for index in range(self._index(serial) - 1, -1, -1))
@@ -121,12 +132,7 @@ class SpanTable:
         """Takes the order of use from `step`, which is over."""
         used = [record for record in step.spans if record.used_at is not None]
         self._used_before = {(record.index, record.nbytes): record.used_at for record in used}
-        self._expected = []
-
-    def _expect(self, spans: list[SwappedSpan]) -> None:
-        times = [self._used_before.get((span.record.index, span.record.nbytes)) for span in spans]
-        pairs = zip(times, map(weakref.ref, spans), strict=True)
-        self._expected = None if None in times else sorted(pairs, key=lambda pair: pair[0])
+        self._expected, self._has_new_spans = [], False
 
     def _index(self, serial: int) -> int:
         return bisect_left(self._spans, serial, key=lambda entry: entry[0])

@@ -6,7 +6,7 @@ a byte range of a storage, and every view of it that is saved shares the copy.
 Lifecycle of a swapped span
 ---------------------------
 State        Entered by                                 Order on the device
-leaving      `ActivationSwapper._send`, when a tensor   d2h waits for compute, which wrote the bytes, and for
+leaving      `SpanCopies.send`, when a tensor          d2h waits for compute, which wrote the bytes, and for
              is saved for the first time                `block.used`, the last copy that used the host block.
                                                         `leaving` refers to the memory until the copy is done.
 on the host  `StashedTensors` and `DeferredFrees`, one  compute waits for `leaving.done` before the reference to the
@@ -14,14 +14,14 @@ on the host  `StashedTensors` and `DeferredFrees`, one  compute waits for `leavi
              room, or at the end of the step            order of compute, cannot overwrite it under the copy.
 (in place)   somebody else still references the         none: `original` returns the storage, nothing is copied.
              storage
-coming back  `ActivationSwapper._fetch`, when backward  h2d waits for compute: for what used the new memory before,
+coming back  `SpanCopies.fetch`, when backward         h2d waits for compute: for what used the new memory before,
              asks for it, or ahead of that              and, since compute waited for it, for the copy out.
              (`is_ahead`)
-in use       `ActivationSwapper._await`, when backward  compute waits for `device_copy.done`, and is then listed in
+in use       `SpanCopies.wait_for`, when backward      compute waits for `device_copy.done`, and is then listed in
              asks for it                                `ready_on`. Another compute stream gets a copy of its own.
 on the host  `tensor_unpacked`, when every tensor was   none: autograd has the only references to the memory, and
              unpacked in this pass                      compute has waited. A copy that no stream waited for goes
-                                                        through `DeferredFrees` (`ActivationSwapper._abandon`).
+                                                        through `DeferredFrees` (`SpanCopies.abandon`).
 released     `__del__`, in any thread, when autograd    none yet: `released` takes the block and the copy. The
              drops the last packed tensor               swapper's next pack or unpack gives the block back to the
                                                         pool, where `block.used` orders its next use.
@@ -38,8 +38,9 @@ import torch
 from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import SpanRecord
 from offload.memory.host_memory import ALIGNMENT_BYTES
-from offload.streams.deferred_free import PendingFree
+from offload.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
 from offload.streams.registry import Stream
+from offload.streams.transfer import Transfer
 from offload.torch_private.saved_tensor_hooks import Kept, check_version
 from offload.torch_private.torch_internals import StorageWeakRef, storage_of
 
@@ -163,6 +164,89 @@ class SwappedSpan:
         if self._dropped is None or stream not in self.ready_on:
             return None
         return storage_of(self._dropped.cdata)
+
+
+class SpanCopies:
+    """Copies spans to the host and back: the module's docstring has what each copy waits for.
+
+    Memory that is copied out is in `stashed` until there is no room for it; then at most `in_flight_bytes` of it wait
+    for their copies. `ahead_bytes` are back on the device before backward asked for them. `unpacked_bytes` were
+    unpacked since autograd saved the last tensor.
+    """
+
+    def __init__(self, transfer: Transfer, in_flight_bytes: int):
+        self.ahead_bytes = 0
+        self.unpacked_bytes = 0
+        self._in_flight_bytes = in_flight_bytes
+        self._deferred_frees = DeferredFrees(transfer, in_flight_bytes)
+        self.stashed = StashedTensors(self._deferred_frees)
+        self._transfer = transfer
+        self._streams = transfer.streams
+
+    def note_use(self, span: SwappedSpan) -> None:
+        """Notes that backward uses a span for the first time."""
+        self.unpacked_bytes += span.record.nbytes
+        if self.unpacked_bytes > 2 * (self._in_flight_bytes + self.stashed.nbytes):
+            # Backward is past the tensors that were saved last: their copies out are long done, release their memory.
+            self.stashed.release()
+
+    def send(self, span: SwappedSpan, storage: torch.UntypedStorage) -> None:
+        streams, block, name = self._streams, span.block, f"activation {span.record.index}"
+        flat = torch.empty(0, dtype=torch.uint8, device=streams.device)
+        flat.set_(storage, span.byte_range.start, (span.byte_range.nbytes,), (1,))
+        leaving = PendingFree(flat, streams.event(), name, streams.compute)
+        streams.writes(streams.compute, leaving, "forward")
+        self._transfer.after_compute(streams.d2h)
+        if block.used is not None:
+            # The last copy from the block may be a prefetch that nobody used, for which compute did not wait.
+            streams.d2h.wait_event(block.used)
+        streams.reads(streams.d2h, leaving, "copy out")
+        streams.writes(streams.d2h, block, "copy out")
+        self._transfer.copy_out(block.bytes, flat, done=leaving.done, what=name)
+        block.used = leaving.done
+        span.leaving = weakref.ref(leaving)
+        self.stashed.add(leaving)
+
+    def fetch(self, span: SwappedSpan) -> None:
+        streams, name = self._streams, f"activation {span.record.index}"
+        memory = torch.empty(span.byte_range.nbytes, dtype=torch.uint8, device=streams.device)
+        span.device_copy, span.ready_on = PendingFree(memory, streams.event(), name, streams.compute), []
+        streams.writes(streams.compute, span.device_copy, "what this memory was used for before")
+        # This also orders it after the copy out: compute waited for that before the memory was released.
+        self._transfer.after_compute(streams.h2d)
+        streams.reads(streams.h2d, span.block, "copy in")
+        streams.writes(streams.h2d, span.device_copy, "copy in")
+        self._transfer.copy_in(memory, span.block.bytes, done=span.device_copy.done, what=name)
+        span.block.used = span.device_copy.done
+        self.mark_ahead(span, True)
+
+    def mark_ahead(self, span: SwappedSpan, is_ahead: bool) -> None:
+        """Notes whether `span` is on the device before backward asked for it."""
+        if span.is_ahead != is_ahead:
+            span.is_ahead = is_ahead
+            self.ahead_bytes += span.byte_range.nbytes if is_ahead else -span.byte_range.nbytes
+
+    def wait_for(self, span: SwappedSpan) -> torch.UntypedStorage:
+        """Makes compute wait for the device copy. Returns its storage."""
+        stream = self._streams.compute
+        if stream not in span.ready_on:
+            self._transfer.await_on(stream, span.device_copy.done)
+            span.ready_on.append(stream)
+        self._streams.reads(stream, span.device_copy, "backward")
+        return span.device_copy.tensor.untyped_storage()
+
+    def abandon(self, span: SwappedSpan) -> None:
+        """Frees a device copy that was not used, or not by all tensors of the span."""
+        if not span.ready_on:
+            self._deferred_frees.add(span.device_copy)
+        self.mark_ahead(span, False)
+        span.drop()
+
+    def reclaim(self, released: ReleasedSpan) -> None:
+        """Frees the device copy of a span that autograd has dropped."""
+        self.ahead_bytes -= released.ahead_bytes
+        if released.device_copy is not None:
+            self._deferred_frees.add(released.device_copy)
 
 
 class PackedTensor:

@@ -14,7 +14,6 @@ from offload.memory.host_memory import HostBlock
 
 def swapped(table: SpanTable, step: StepRecord, nbytes: int) -> SwappedSpan:
     """A span of `nbytes` that is saved and swapped now."""
-    step.has_new_spans = True
     block = PooledBlock(HostBlock(nbytes, "test"))
     return table.add(step.add(nbytes), ByteRange(0, nbytes), torch.zeros(nbytes).untyped_storage(), block)
 
@@ -50,21 +49,6 @@ def test_a_span_that_an_interrupt_kept_out_of_the_table_changes_no_other(monkeyp
     spans.append(swapped(table, step, 30))
     table.pop_released()
     assert table.alive() == spans
-
-
-def test_bytes_ahead_of_use_are_counted_once_and_given_back_by_the_dead():
-    table, step = SpanTable(), StepRecord()
-    spans = [swapped(table, step, nbytes) for nbytes in (10, 20)]
-    for span in (*spans, *spans):
-        table.mark_ahead(span, True)
-    assert table.ahead_bytes == 30
-    table.mark_ahead(spans[0], False)
-    table.mark_ahead(spans[0], False)
-    assert table.ahead_bytes == 20
-    del span, spans
-    while table.released:
-        table.pop_released()
-    assert table.ahead_bytes == 0
 
 
 def test_without_a_step_before_the_newest_is_used_first():
@@ -118,10 +102,31 @@ def test_a_step_that_saves_other_spans_than_were_used_before_is_used_newest_firs
 def test_spans_are_numbered_and_timed_in_the_order_of_saving():
     step = StepRecord()
     first, second = step.add(10), step.add(20)
-    first.used_at = step.tick()
+    assert step.use(first)
+    assert not step.use(first)
     third = step.add(30)
     assert [(span.index, span.nbytes, span.saved_at) for span in step.spans] == [(0, 10, 1), (1, 20, 2), (2, 30, 4)]
     assert step.spans == [first, second, third]
     assert first.used_at == 3
     assert third in step
     assert StepRecord().add(10) not in step
+
+
+def test_the_room_of_the_budget_is_what_spans_that_stay_leave_until_they_are_used():
+    step = StepRecord(budget=30)
+    kept, left = step.add(20), step.add(10)
+    step.leave(kept, within_budget=True)
+    step.leave(left, within_budget=False)
+    assert step.room == 10
+    step.use(left)
+    assert step.room == 10
+    step.use(kept)
+    step.use(kept)
+    assert step.room == 30
+    # A span of another step takes none of this one's room.
+    other = StepRecord()
+    earlier = other.add(20)
+    other.leave(earlier, within_budget=True)
+    step.use(earlier)
+    assert step.room == 30
+    assert other.room == 0

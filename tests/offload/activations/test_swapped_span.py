@@ -11,10 +11,11 @@ import torch
 from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import SpanRecord
 from offload.activations.storages import version_handle
-from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan
+from offload.activations.swapped_span import ByteRange, PackedTensor, SpanCopies, SwappedSpan
 from offload.memory.host_memory import HostBlock
 from offload.streams import registry
 from offload.streams.deferred_free import PendingFree
+from offload.streams.transfer import Telemetry, Transfer
 
 
 def span_of(tensor: torch.Tensor, released: deque | None = None) -> SwappedSpan:
@@ -112,6 +113,22 @@ def test_the_last_tensor_leaves_the_block_and_a_copy_that_no_stream_waited_for(w
     assert (serial, given_back) == (0, block)
     assert left is (None if waited else copy)
     assert ahead_bytes == (0 if waited else 32)
+
+
+def test_bytes_ahead_of_use_are_counted_once_and_given_back_by_the_dead(streams: registry.Streams):
+    copies, released = SpanCopies(Transfer(streams, Telemetry(streams)), in_flight_bytes=0), deque()
+    spans = [span_of(torch.zeros(length), released) for length in (10, 20)]
+    for span in spans:
+        copies.fetch(span)
+        copies.mark_ahead(span, True)
+    assert copies.ahead_bytes == 120
+    copies.abandon(spans[0])
+    copies.mark_ahead(spans[0], False)
+    assert copies.ahead_bytes == 80
+    del span, spans
+    while released:
+        copies.reclaim(released.popleft())
+    assert copies.ahead_bytes == 0
 
 
 def test_memory_is_leaving_as_long_as_it_is_kept_for_the_copy(streams: registry.Streams):
