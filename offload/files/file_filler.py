@@ -112,7 +112,9 @@ class FileFiller(Filler):
         if not unit.is_fixed:
             super().bring_home(unit)
             return
-        unit.lie_in({tensor: [*map(self._view, self._spans[tensor])] for tensor in unit.tensors}, self.homes)
+        unit.weights = self.homes.allocate(0, f"weights of {unit}")
+        for tensor in unit.tensors:
+            tensor.lie_in([*map(self._view, self._spans[tensor])])
         self._taken[unit] = unit.weights_now()
 
     def close(self) -> None:

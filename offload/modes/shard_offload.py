@@ -223,7 +223,7 @@ class AttachedShards(AttachedWeights):
         with self._shares(), self._streamer.gradients.accumulating(side_by_side=True):
             alike = compute_alike(losses, self._layer_major.forwards, self.model, device, self._streamer.weights_now)
         # The forwards of the trial are no part of the order in which a step uses units.
-        self._streamer.prefetcher.forget_uses()
+        self._streamer.prefetcher.access_order.begin()
         self._side_by_side = all(flag for (flag,) in exchange((alike,), "microbatches side by side", everywhere=True))
         if not self._side_by_side:
             warnings.warn(

@@ -102,9 +102,9 @@ class DeviceStates:
         """
         streams, d2h, optimizer = self._streams, self._streams.d2h, self._optimizer
         retained = [tensor for tensor in tensors if tensor in self._gradients]
-        as_landed = [tensor for tensor in retained if tensor.is_released or self._is_as_landed(tensor)]
+        as_landed = [tensor for tensor in retained if tensor.gradient.is_released or self._is_as_landed(tensor)]
         by_parameter = {tensor.host: tensor for tensor in as_landed}
-        released = {tensor.host: self._gradients[tensor].tensor for tensor in as_landed if tensor.is_released}
+        released = {tensor.host: self._gradients[tensor].tensor for tensor in as_landed if tensor.gradient.is_released}
         claims = optimizer.claim(by_parameter, released)
         if not claims:
             return
@@ -152,11 +152,14 @@ class DeviceStates:
         """Forgets updates, which are past: nothing is written home any more."""
         self._in_step = False
         self._forget()
-        landed = [tensor for tensor in self._gradients if not tensor.is_released and tensor.has_landed_gradient]
-        self._gradient_marks = {tensor: self._mark(tensor.host.grad, tensor.host) for tensor in landed}
+        self._gradient_marks = {
+            tensor: self._mark(tensor.host.grad, tensor.host)
+            for tensor in self._gradients
+            if not tensor.gradient.is_released and tensor.gradient.is_as_landed(tensor.host)
+        }
 
     def _is_as_landed(self, tensor: UnitTensor) -> bool:
-        if not tensor.has_landed_gradient:
+        if not tensor.gradient.is_as_landed(tensor.host):
             return False
         mark = self._gradient_marks.get(tensor)
         return mark is None or mark == self._mark(tensor.host.grad, tensor.host)

@@ -49,7 +49,7 @@ class Overlap(Updates):
         self._optimizer = optimizer
         self._streamer = streamer
         self._units = streamer.cut.units
-        self._first_use = streamer.prefetcher.first_use
+        self._order = streamer.prefetcher.access_order
         self._worker = UpdateWorker(streamer.transfer.streams)
         optimizer.leave_cores(BUSY_CORES if self.early else LAUNCHING_CORES)
         self._device = self._placed(device_share)
@@ -83,7 +83,9 @@ class Overlap(Updates):
         self._device.finish()
         self._device.notice_writes()
         # The worker's first: it takes the longest, and to queue those of the device takes the host's time.
-        for unit in sorted(self._units, key=lambda unit: (self.keeps_gradients(unit), self._first_use(unit))):
+        for unit in sorted(
+            self._units, key=lambda unit: (self.keeps_gradients(unit), self._order.first_use(unit.index))
+        ):
             self._offer(unit, unit.trained, scale)
 
     def skip(self) -> None:
@@ -181,8 +183,11 @@ class Overlap(Updates):
         read: Sequence[RingBlock] | None = None,
     ) -> Signal:
         """Has the worker make an update of these tensors when their gradients have landed and `after` is past."""
-        landed = [tensor.landed for tensor in tensors if tensor.landed is not None]
-        return self._worker.offer(UnitUpdate(unit, read or tensors, [*landed, *after], self._first_use(unit), make))
+        slots = [tensor.gradient for tensor in tensors]
+        landed = [slot.landed for slot in slots if slot.landed is not None]
+        return self._worker.offer(
+            UnitUpdate(unit, read or slots, [*landed, *after], self._order.first_use(unit.index), make)
+        )
 
     def _apply(self, claims: list[Claim], scale: float = 1.0) -> int:
         self._optimizer.apply(claims, scale)

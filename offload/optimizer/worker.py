@@ -19,8 +19,8 @@ from offload.streams.counters import Counters
 from offload.streams.registry import Event, Signal, Streams
 from offload.streams.transfer import profiled
 from offload.weights.gradients.ring import RingBlock
+from offload.weights.units.gradient_slot import GradientSlot
 from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
 
 # Each thread has a clock of its own in the stream checker.
 _numbers = itertools.count(1)
@@ -36,7 +36,7 @@ class UnitUpdate:
     """
 
     unit: OffloadUnit
-    read: Sequence[UnitTensor | RingBlock]
+    read: Sequence[GradientSlot | RingBlock]
     landed: Sequence[Event]
     first_use: float
     make: Callable[[], int] | None

@@ -49,6 +49,7 @@ class GatherFiller(Filler):
     """
 
     follows_uses = True
+    has_gradient_homes = False
 
     def __init__(self, cut: CutModel, transfer: Transfer, arena: HostArena, gradient_bytes: int, *, sharers: Sharers):
         """Every sharer makes one of the same model, and waits for the others.
@@ -84,7 +85,6 @@ class GatherFiller(Filler):
         return self._links.allocate(nbytes)
 
     def bring_home(self, unit: OffloadUnit) -> None:
-        unit.has_gradient_homes = False
         super().bring_home(unit)
         self._sum_homes[unit] = SumHome(unit, self.homes)
 

@@ -35,7 +35,7 @@ class SumHome:
         end = 0
         for tensor in unit.trained:
             self.offsets[tensor] = end
-            self.gradients[tensor] = tensor.gradient_over(self.block.piece(end, tensor.nbytes))
+            self.gradients[tensor] = tensor.gradient.over(self.block.piece(end, tensor.nbytes))
             end += aligned(tensor.nbytes, unit.alignment)
 
 

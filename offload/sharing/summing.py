@@ -237,7 +237,7 @@ class GradientSum(Destination):
             added = streams.event()
             added.record(gather)
             for tensor, view in views.items():
-                tensor.norm = l2_norm(view) if self._takes_norms else None
+                tensor.gradient.norm = l2_norm(view) if self._takes_norms else None
                 if tensor in held.kept:
                     streams.writes(gather, held.kept[tensor], "sum")
                     own = [view.view(-1)[part.start : part.stop] for part in held.layout.own[tensor]]
@@ -253,7 +253,7 @@ class GradientSum(Destination):
         for buffer, part in parts:
             streams.reads(d2h, buffer, "copy out")
             for tensor in part.tensors:
-                streams.writes(d2h, tensor, "copy out")
+                streams.writes(d2h, tensor.gradient, "copy out")
             self._transfer.copy_out(part.home, buffer.tensor[part.place], done=done, what=f"gradients of {unit}")
         for buffer in buffers:
             buffer.done = done
@@ -262,8 +262,7 @@ class GradientSum(Destination):
         self._added_frees.add(*gradients)
         for tensor in views:
             home = self._homes[unit].gradients[tensor]
-            tensor.landed, tensor.landed_in, tensor.landed_version = done, home, home._version
-            tensor.host.grad = home
+            tensor.gradient.lands(tensor.host, home, done)
             self._summed.add(tensor)
 
     def _room_for_updates(self, unit: OffloadUnit, layout: SumLayout) -> dict[UnitTensor, PendingFree]:

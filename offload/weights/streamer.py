@@ -27,10 +27,13 @@ from offload.weights.gradients.ring import gradient_ring_bytes
 from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
+from offload.weights.prefetching.slot_contents import SlotContents
 from offload.weights.units.partition import CutModel
 from offload.weights.units.placement import DevicePlacement
-from offload.weights.units.unit import OffloadUnit, check_one_owner
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.user_changes import check_one_owner, check_what_trains, is_as_taken, take_changes
 from offload.weights.windows.saved_weights import SavedWeights
+from offload.weights.windows.stand_in import StandIns
 from offload.weights.windows.windows import Windows
 
 # Gradients that may wait on the device for the bus, in units of the largest unit.
@@ -70,6 +73,7 @@ class WeightStreamer:
             gradient_bytes = gradient_ring_bytes(cut.units) if releases else cut.gradient_bytes
             self.filler = make_filler(cut, self.transfer, self.arena, gradient_bytes)
             undo.callback(self.filler.close)
+            self._has_gradient_homes = self.filler.has_gradient_homes and not releases
             self._slots = DeviceSlots(slots, self.filler.slot_bytes, streams, self.filler.allocate_slot)
             self._bring_home(undo, releases)
             self._join_parts(prefetch, releases)
@@ -79,8 +83,9 @@ class WeightStreamer:
         """Moves units to their homes and all other tensors to the device; `undo` puts them back."""
         for unit in self.cut.units:
             undo.callback(unit.put_back)
-            unit.has_gradient_homes = not releases
             self.filler.bring_home(unit)
+            if self._has_gradient_homes:
+                unit.make_gradient_homes(self.arena)
             leaving(unit.buffer_places)
             undo.callback(arrived, unit.buffer_places)
         self._placement = DevicePlacement(self.cut.resident, self._streams.device)
@@ -95,12 +100,15 @@ class WeightStreamer:
         self.gradients = GradientLanding(
             cut.units, self.arena, self.transfer, limit_bytes=limit_bytes, releases=releases
         )
-        poison = not streams.asynchronous
-        self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison, self.filler)
-        self.gradients.copy_in = self.prefetcher.unawaited_copy
+        contents = SlotContents(self._slots, self.transfer, not streams.asynchronous, self.filler)
+        self.prefetcher = Prefetcher(cut.units, contents, self.transfer, prefetch, self.filler)
+        self.gradients.copy_in = contents.unawaited_copy
         final = self.gradients.final
-        saved = SavedWeights(self._slots, self.prefetcher, final)
-        self._windows = Windows(cut, self._slots, self.prefetcher, saved, streams, sink=self.gradients, final=final)
+        self._stand_ins = StandIns(cut.units)
+        saved = SavedWeights(self._slots, self._stand_ins, self.prefetcher, final)
+        self._windows = Windows(
+            cut, self._slots, self._stand_ins, self.prefetcher, saved, streams, sink=self.gradients, final=final
+        )
         stays = [tensor for tensor, _ in cut.resident if tensor.requires_grad and not wraps(tensor)]
         self.filler.join(self.gradients, stays)
 
@@ -112,9 +120,10 @@ class WeightStreamer:
     def weights_now(self) -> list[tuple]:
         """Returns what changes where a forward, or code around it, changes a weight or freezes it, but for updates."""
         pending = self._updates.is_pending
-        streamed = [tensor for unit in self.cut.units if not pending(unit) for tensor in unit.parameters]
+        units = [unit for unit in self.cut.units if not pending(unit)]
+        streamed = [each for unit in units for each in self._stand_ins[unit] if not each.tensor.is_buffer]
         resident = [tensor for tensor, attributes in self.cut.resident if not attributes[0].is_buffer]
-        return [(tensor.state, tensor.trains) for tensor in streamed] + [
+        return [(each.state, each.tensor.trains) for each in streamed] + [
             (version_of(tensor), tensor.requires_grad, tensor.data_ptr() if lies_flat(tensor) else None)
             for tensor in resident
         ]
@@ -163,7 +172,7 @@ class WeightStreamer:
             self.prefetcher.begin_inference()
             self._windows.begin(in_step=False)
             yield
-            self.prefetcher.check_promise()
+            self.prefetcher.promised.check([*self.prefetcher.promised])
         finally:
             self._in_inference = False
             self._windows.end()
@@ -172,15 +181,17 @@ class WeightStreamer:
     def _take_changes(self) -> None:
         """Takes over what the user has changed since the last step. Raises RuntimeError for what cannot be streamed."""
         # The device waits for the host here: this looks at what is as it was, which as a rule is everything, only once.
-        changed = {unit for unit in self.cut.units if not unit.is_as_taken()}
+        changed = {unit for unit in self.cut.units if not is_as_taken(unit)}
         if changed:
             check_one_owner(self.cut.units)
         for unit in self.cut.units:
-            if unit not in changed:
-                unit.ensure_gradients(self.arena)
-                continue
-            self.filler.check_changes(unit)
-            unit.gather(self.arena, functools.partial(self._end_updates, unit))
+            if unit in changed:
+                self.filler.check_changes(unit)
+                take_changes(unit, self.arena, functools.partial(self._end_updates, unit))
+            check_what_trains(unit)
+            if self._has_gradient_homes:
+                for tensor in unit.trained:
+                    tensor.gradient.ensure_memory(self.arena)
 
     def _end_updates(self, unit: OffloadUnit) -> None:
         self._updates.before_onload(unit)

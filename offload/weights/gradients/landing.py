@@ -137,7 +137,7 @@ class GradientLanding:
         self.destination.release()
         for unit in self._units:
             for tensor in unit.trained:
-                self._streams.reads(None, tensor, "the optimizer's update")
+                self._streams.reads(None, tensor.gradient, "the optimizer's update")
 
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """Returns the L2 norms of the last step's gradients, if they were taken: float32 scalars on the device.
@@ -187,8 +187,8 @@ class GradientLanding:
                 return None
             if tensor in self.offloader.waiting:
                 self._send()
-            if self._all_leave or tensor.leaves_to_autograd(gradient):
-                tensor.landed_in = None
+            if self._all_leave or tensor.gradient.leaves_to_autograd(tensor.host, gradient):
+                tensor.gradient.landed_in = None
                 return self._on_host(gradient)
             elsewhere = self.destination
             if not elsewhere.takes_gradients:
@@ -210,27 +210,28 @@ class GradientLanding:
                 raise used_on_host(tensor)
             self.destination.check_host_use(unit, tensor)
             self._send()
-            if tensor.landed_in is None:
+            slot = tensor.gradient
+            if slot.landed_in is None:
                 # It did not land in memory of its own, but went to autograd, which has added the two.
                 return
             if self._is_side_by_side:
                 raise SideBySideError(f"{tensor.name} is used outside of the forward of its module")
             self.final.land(unit, tensor)
-            tensor.meets_host_gradient = True
-            if tensor.landed is not None:
-                tensor.landed.synchronize()
-            self._streams.writes(None, tensor, "autograd's sum on the host")
+            slot.meets_host_gradient = True
+            if slot.landed is not None:
+                slot.landed.synchronize()
+            self._streams.writes(None, slot, "autograd's sum on the host")
 
     def land_at_home(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool) -> None:
         """Sends a gradient to host memory of this process."""
-        if tensor.host.grad is None and tensor.gradient is not None:
-            tensor.landed_in = None
+        slot = tensor.gradient
+        if tensor.host.grad is None and slot.memory is not None:
+            slot.landed_in = None
             # In a dry run nobody keeps gradients, and all of a unit share one storage.
-            if not tensor.gradient.is_meta and count_references(tensor.gradient) > 1:
+            if not slot.memory.is_meta and count_references(slot.memory) > 1:
                 # Somebody still uses the last one in this memory.
-                tensor.gradient = None
-        if tensor.gradient is None:
-            unit.ensure_gradient(tensor, self._arena)
+                slot.memory = None
+        slot.ensure_memory(self._arena)
         if sent := self.offloader.land(unit, tensor, gradient, is_final):
             self._have_left(sent)
 

@@ -57,7 +57,7 @@ class GradientOffloader:
         self._takes_norms = norms
         for unit in units:
             for tensor in unit.tensors:
-                tensor.norm, tensor.is_released = None, False
+                tensor.gradient.begin_step()
 
     def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool) -> list[Landing]:
         """Takes a gradient that backward has made on the current stream; its tensor has none that waits.
@@ -77,8 +77,8 @@ class GradientOffloader:
     def send(self) -> list[Landing]:
         """Starts the copies home of the gradients that wait; afterwards `tensor.host.grad` is their host memory.
 
-        The bytes are there once `tensor.landed` is past. Returns them; the device's copies are for `free`, or for
-        somebody who still needs them.
+        The bytes are there once `tensor.gradient.landed` is past. Returns them; the device's copies are for `free`, or
+        for somebody who still needs them.
         """
         if not self.waiting:
             return []
@@ -100,16 +100,13 @@ class GradientOffloader:
         for landing in batch:
             tensor, leaving = landing.tensor, landing.leaving
             streams.reads(d2h, leaving, "copy out")
-            streams.writes(d2h, tensor, "copy out")
+            streams.writes(d2h, tensor.gradient, "copy out")
             # A gradient that was there is added to in place, as autograd does: its user may have assigned it.
-            target = tensor.gradient if earlier[tensor] is None else earlier[tensor]
+            target = tensor.gradient.memory if earlier[tensor] is None else earlier[tensor]
             copies.append((target, leaving.tensor))
         self._transfer.copies_out(copies, done=done, what=_named(batch))
         for landing, (target, _) in zip(batch, copies, strict=True):
-            tensor = landing.tensor
-            tensor.landed = done
-            tensor.landed_in, tensor.landed_version = target, target._version
-            tensor.host.grad = target
+            landing.tensor.gradient.lands(landing.tensor.host, target, done)
         return batch
 
     def hand_over(self, tensor: UnitTensor, gradient: torch.Tensor) -> PendingFree:
@@ -119,16 +116,16 @@ class GradientOffloader:
         streams.writes(compute, leaving, "backward")
         self._take_norm(tensor, gradient)
         self._transfer.after_compute(self._streams.d2h)
-        tensor.is_released, tensor.landed_in = True, None
+        tensor.gradient.is_released, tensor.gradient.landed_in = True, None
         return leaving
 
     def send_released(self, tensor: UnitTensor, leaving: PendingFree, block: RingBlock) -> None:
-        """Starts the copy of a gradient that was handed over to `block`; the bytes are there after `tensor.landed`."""
+        """Starts the copy of a gradient that was handed over to `block`; its bytes are there after `landed`."""
         streams = self._streams
         streams.reads(streams.d2h, leaving, "copy out")
         streams.writes(streams.d2h, block, "copy out")
         self._transfer.copy_out(block.tensor, leaving.tensor, done=leaving.done, what=f"gradient of {tensor.name}")
-        tensor.landed = leaving.done
+        tensor.gradient.landed = leaving.done
 
     def free(self, batch: Sequence[PendingFree]) -> None:
         """Frees the device's copies of gradients that were sent together, behind their copies home."""
@@ -142,8 +139,8 @@ class GradientOffloader:
     @staticmethod
     def norms(units: Iterable[OffloadUnit]) -> dict[nn.Parameter, torch.Tensor]:
         """Returns the L2 norms of this step, float32 scalars on the device, of gradients that are as they landed."""
-        normed = (tensor for unit in units for tensor in unit.tensors if tensor.norm is not None)
-        return {tensor.host: tensor.norm for tensor in normed if tensor.has_landed_gradient or tensor.is_released}
+        normed = ((t.host, t.gradient) for unit in units for t in unit.tensors if t.gradient.norm is not None)
+        return {host: slot.norm for host, slot in normed if slot.is_released or slot.is_as_landed(host)}
 
     def _take_norm(self, tensor: UnitTensor, gradient: torch.Tensor) -> None:
         if self._takes_norms:
@@ -151,7 +148,7 @@ class GradientOffloader:
             # stays on the device has the order of the parameter.
             same = gradient.stride() == tensor.host.stride()
             ordered = gradient if same else torch.empty_like(tensor.host, device=gradient.device).copy_(gradient)
-            tensor.norm = l2_norm(ordered)
+            tensor.gradient.norm = l2_norm(ordered)
 
     def _fetch_and_add(self, batch: Sequence[Landing]) -> None:
         """Replaces these gradients by their sums with the earlier ones, made on the d2h stream.
@@ -171,10 +168,11 @@ class GradientOffloader:
         freed = streams.event()
         freed.record(self._made_on)
         h2d.wait_event(freed)
-        for landed in {id(event): event for event in (landing.tensor.landed for landing in batch) if event}.values():
-            h2d.wait_event(landed)
+        landed = [landing.tensor.gradient.landed for landing in batch]
+        for event in {id(event): event for event in landed if event}.values():
+            h2d.wait_event(event)
         for landing in batch:
-            streams.reads(h2d, landing.tensor, "accumulation")
+            streams.reads(h2d, landing.tensor.gradient, "accumulation")
             streams.writes(h2d, landing.leaving, "copy in")
         arrived = streams.event()
         self._transfer.copies_in(copies, done=arrived, what=f"earlier {_named(batch)}")

@@ -79,7 +79,7 @@ class GradientRing:
             self._take_back()
         memory = self._memory.piece(start, tensor.nbytes)
         name = f"gradient of {tensor.name} in the ring"
-        self._given = RingBlock(tensor.gradient_over(memory), start, start + nbytes, name)
+        self._given = RingBlock(tensor.gradient.over(memory), start, start + nbytes, name)
         return self._given
 
     def lend(self, block: RingBlock, consumed: Signal) -> None:

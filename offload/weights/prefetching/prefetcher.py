@@ -10,53 +10,59 @@ emptied and the host waits for the copies in. In a step and in `inference` units
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from offload.memory.device_slots import DeviceSlot, DeviceSlots
-from offload.streams.registry import Event
+from offload.memory.device_slots import DeviceSlot
 from offload.streams.transfer import Transfer
 from offload.torch_private.torch_internals import is_in_backward
 from offload.weights.prefetching.access_order import AccessOrder, RepeatedOrder
 from offload.weights.prefetching.filler import Filler, Forecast
 from offload.weights.prefetching.slot_contents import SlotContents
 from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+
+
+class _Promised(dict[OffloadUnit, list[tuple]]):
+    """The parameters of units as they were when each was copied in first, inside inference: they stay so."""
+
+    def note(self, unit: OffloadUnit) -> None:
+        self.setdefault(unit, unit.parameters_now())
+
+    def check(self, units: Iterable[OffloadUnit]) -> None:
+        """Raises RuntimeError for a parameter of `units` that has changed since.
+
+        A copy may have been reading the weights at that moment, so the results of earlier forwards are in doubt too.
+        """
+        for unit in units:
+            if unit in self and self[unit] != unit.parameters_now():
+                raise RuntimeError(
+                    f"a parameter of {unit} was changed inside attached.inference(), where weights stay as they are:"
+                    " change it between two of them, and take no result of this one"
+                )
 
 
 class Prefetcher:
-    """Keeps the units that compute needs next in a fixed pool of slots, by way of `SlotContents`."""
+    """Keeps the units that compute needs next in the slots of `contents`."""
 
     def __init__(
-        self,
-        units: list[OffloadUnit],
-        slots: DeviceSlots,
-        transfer: Transfer,
-        prefetch: int,
-        poison: bool,
-        filler: Filler,
+        self, units: list[OffloadUnit], contents: SlotContents, transfer: Transfer, ahead: int, filler: Filler
     ):
-        """`prefetch` is the number of uses ahead for which units are fetched.
-
-        `poison` fills freed slots with NaN, so that a stale read shows in the result; it costs the device's memory
-        bandwidth. `filler` brings units into slots.
-        """
+        """`ahead` is the number of uses ahead for which units are fetched. `filler` is that of `contents`."""
         self._units = units
-        self._slots = slots
-        self._transfer = transfer
+        self.contents = contents
         self._streams = transfer.streams
-        self._prefetch = prefetch
+        self._telemetry = transfer.telemetry
+        self._ahead = ahead
         self._filler = filler
-        self._contents = SlotContents(slots, transfer, poison, filler)
-        self.slot_of = self._contents.slot_of
-        """the slot of each unit that has one, as a unit with an open window does"""
-        self._access_order = AccessOrder()
+        self._slot_of = contents.slot_of
+        self.access_order = AccessOrder()
+        """the uses of a step"""
         self._inference_order = RepeatedOrder()
         # The one of the two that is followed now, if any.
         self._followed: AccessOrder | RepeatedOrder | None = None
-        # Inside inference: the parameters of each unit as they were when it was copied in first.
-        self._promised: dict[OffloadUnit, list[tuple[int, int]]] = {}
-        # Units fetched last outside of windows: an operation of backward that is not queued yet may read them.
+        self.promised = _Promised()
+        # Units fetched last outside of windows: an operation of backward that is not queued yet may read them. It reads
+        # at most those whose windows were open around it.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
         self._retained: set[OffloadUnit] = set()
         # The unit of the last fetch, if that was outside of windows.
@@ -66,35 +72,23 @@ class Prefetcher:
 
     def begin_step(self) -> None:
         """Starts fetching the units that the step will use first."""
-        self._access_order.begin()
-        self._begin(self._access_order)
+        self.access_order.begin()
+        self._begin(self.access_order)
 
     def end_step(self) -> None:
         """Empties every slot, because the weights at home may change before the next step.
 
         Blocks the host until no copy in reads them.
         """
-        self._access_order.end()
+        self.access_order.end()
         self._followed = self._latest = None
-        self._contents.end_step()
+        self.contents.end_step()
         self._recent.clear()
-
-    def forget_uses(self) -> None:
-        """Leaves out of the forecast what this step has used so far."""
-        self._access_order.begin()
 
     def begin_inference(self) -> None:
         """Starts fetching the units that a forward will use first, if forwards were seen before."""
-        self._promised.clear()
+        self.promised.clear()
         self._begin(self._inference_order)
-
-    def check_promise(self) -> None:
-        """Raises RuntimeError if a parameter has changed since its unit was copied in, inside `inference`.
-
-        A copy may have been reading the weights at that moment, so the results of earlier forwards are in doubt too.
-        """
-        for unit in self._promised:
-            self._check_promise(unit)
 
     def begin_forward(self) -> None:
         """Begins a forward outside of steps and inference, in which units stay in their slots."""
@@ -108,26 +102,15 @@ class Prefetcher:
         Afterwards the host may change the weights at home.
         """
         self._followed = self._latest = None
-        self._contents.release_for_host_writes()
+        self.contents.release_for_host_writes()
         self._recent.clear()
         # No step will end and do so: the events of many forwards would wait.
-        self._transfer.telemetry.collect()
+        self._telemetry.collect()
 
     def evict_all(self) -> None:
         """Empties every slot on which no window is open."""
-        self._contents.evict_all()
+        self.contents.evict_all()
         self._recent.clear()
-
-    def first_use(self, unit: OffloadUnit) -> float:
-        """Returns the position of the unit's first use in a step; the lower, the sooner."""
-        return self._access_order.first_use(unit.index)
-
-    def unawaited_copy(self, unit: OffloadUnit) -> list[Event]:
-        """Returns the end of the last copy of `unit` to the device, if no stream has waited for it yet.
-
-        The unit was then fetched ahead and has not been used, so the copy may still be reading the home.
-        """
-        return self._contents.unawaited_copy(unit)
 
     def fetch(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
         """Returns the slot that has `unit`, for the current compute stream to read from now on.
@@ -137,40 +120,44 @@ class Prefetcher:
         has a unit in use.
         """
         if unit is self._latest and not in_window:
-            slot = self.slot_of.get(unit)
+            slot = self._slot_of.get(unit)
             if slot is not None and slot.read_by is None and slot.readers == [self._streams.compute]:
                 # One operation of backward after the other asks for the weights of the same unit.
                 if self.prefetch_waits:
                     self.try_again()
                 return slot
         self._latest = None if in_window else unit
-        if self._followed is self._access_order:
+        if self._followed is self.access_order:
             in_backward = is_in_backward()
             if self._filler.follows_uses:
                 self._filler.note_use(unit, in_backward)
-            self._access_order.record(unit.index, in_backward=in_backward)
+            self.access_order.record(unit.index, in_backward=in_backward)
         elif self._followed is not None:
             self._followed.record(unit.index)
             if in_window:
-                self._check_promise(unit)
+                self.promised.check([unit])
         if in_window:
             # Operations of backward whose weights were unpacked before have been queued by now.
             self._recent.clear()
         else:
-            self._remember(unit)
-        slot = self.slot_of.get(unit)
+            if unit in self._recent:
+                self._recent.remove(unit)
+            self._recent.append(unit)
+        slot = self._slot_of.get(unit)
         by_user = in_window and not unit.open_windows and not (unit.has_begun_updates and is_in_backward())
         if slot is not None and by_user and self._may_have_changed(unit, slot):
             # Its user has changed the weights since: LBFGS or SAM, with the step around all of their passes.
-            self._contents.evict(unit)
+            self.contents.evict(unit)
             slot = None
         slot = slot or self._fill_now(unit, self._make_room())
         unit.open_windows += in_window
         try:
             if in_window:
-                self._allow_for_open_windows()
-            self._let_compute_read(unit, slot)
-            self._fetch_ahead(self._prefetch)
+                open_units = sum(each.open_windows > 0 for each in self._slot_of)
+                if open_units > self._recent.maxlen:
+                    self._recent = deque(self._recent, maxlen=open_units)
+            self.contents.let_compute_read(unit)
+            self._fetch_ahead(self._ahead)
             if self._filler.follows_uses:
                 self._look_ahead()
         except BaseException:
@@ -183,29 +170,9 @@ class Prefetcher:
         # Version counters do not show an update that has begun and not ended, or that was undone.
         return unit.has_begun_updates or slot.source != unit.weights_now()
 
-    def _let_compute_read(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
-        """Makes the current compute stream wait for what is being copied into and out of the slot of `unit`."""
-        stream, slot.read_by = self._streams.compute, None
-        if stream not in slot.readers:
-            self._transfer.await_on(stream, slot.ready)
-            slot.readers.append(stream)
-        if self._streams.d2h in slot.readers:
-            # Buffers that are being copied home may be updated by this use.
-            self._transfer.await_on(stream, unit.written)
-        self._streams.reads(stream, slot, f"use of {unit.name}")
-        self._contents.unawaited.pop(unit, None)
-
     def try_again(self) -> None:
         """Fetches ahead after a fetch that was put off."""
-        self._fetch_ahead(self._prefetch)
-
-    def mark_last_use(self, unit: OffloadUnit) -> None:
-        """Notes that nothing which compute is given from now on reads the slot of `unit`, until the next `fetch`."""
-        slot, stream = self.slot_of[unit], self._streams.compute
-        if stream in slot.readers:
-            self._streams.reads(stream, slot, f"use of {unit.name}")
-            slot.free.record(stream)
-            slot.read_by = stream
+        self._fetch_ahead(self._ahead)
 
     @contextmanager
     def retain_recent(self) -> Iterator[None]:
@@ -214,7 +181,7 @@ class Prefetcher:
         They stay there if the slots suffice, and are copied in again if not.
         """
         recent, retained_before = list(self._recent), self._retained
-        retained = {unit: self.slot_of[unit] for unit in recent if unit in self.slot_of}
+        retained = {unit: self._slot_of[unit] for unit in recent if unit in self._slot_of}
         self._retained = retained_before.union(retained)
         try:
             yield
@@ -228,47 +195,23 @@ class Prefetcher:
                 continue
             # A window in the block may have closed on the unit, or the unit may have come in anew. The operation that
             # asked for it before still reads it.
-            self._let_compute_read(unit, slot)
-
-    def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
-        """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`."""
-        self._contents.write_home(unit, tensors)
+            self.contents.let_compute_read(unit)
 
     def _begin(self, order: AccessOrder | RepeatedOrder | None) -> None:
         # A backward outside of steps may have left units there, whose weights may have changed.
         self.evict_all()
-        self._filler.begin(order is self._access_order)
+        self._filler.begin(order is self.access_order)
         self._followed, self._latest = order, None
         if self._filler.follows_uses:
             self._look_ahead()
-        self._fetch_ahead(len(self._slots.all))
-
-    def _check_promise(self, unit: OffloadUnit) -> None:
-        if unit in self._promised and self._promised[unit] != unit.parameters_now():
-            raise RuntimeError(
-                f"a parameter of {unit} was changed inside attached.inference(), where weights stay as they are: change"
-                " it between two of them, and take no result of this one"
-            )
+        self._fetch_ahead(self.contents.slots)
 
     def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         for other in (unit, slot.content):
-            if other in self.slot_of:
-                self._contents.evict(other)
+            if other in self._slot_of:
+                self.contents.evict(other)
         self._fill_now(unit, slot)
         self.fetch(unit)
-
-    def _allow_for_open_windows(self) -> None:
-        """Gives `_recent` room for the units that one operation may read: those whose windows were open around it."""
-        open_units = 0
-        for unit in self.slot_of:
-            open_units += unit.open_windows > 0
-        if open_units > self._recent.maxlen:
-            self._recent = deque(self._recent, maxlen=open_units)
-
-    def _remember(self, unit: OffloadUnit) -> None:
-        if unit in self._recent:
-            self._recent.remove(unit)
-        self._recent.append(unit)
 
     def _fetch_ahead(self, count: int) -> None:
         self.prefetch_waits = False
@@ -276,9 +219,9 @@ class Prefetcher:
             return
         for index in self._followed.upcoming(count):
             unit = self._units[index]
-            if unit in self.slot_of:
+            if unit in self._slot_of:
                 continue
-            slot = self._contents.free_slot() or self._evict_later_than(unit)
+            slot = self.contents.free_slot() or self._evict_later_than(unit)
             if slot is None:
                 return
             if not self._filler.is_ready(unit, slot):
@@ -292,44 +235,44 @@ class Prefetcher:
         order = self._followed
         if order is None:
             return
-        next_step = order.order if order is self._access_order else ()
-        held = [unit.index for unit in self.slot_of]
-        self._filler.look_ahead(Forecast(order.upcoming, next_step, held, len(self._slots.all)))
+        next_step = order.order if order is self.access_order else ()
+        held = [unit.index for unit in self._slot_of]
+        self._filler.look_ahead(Forecast(order.upcoming, next_step, held, self.contents.slots))
 
     def _make_room(self) -> DeviceSlot:
-        slot = self._contents.free_slot()
+        slot = self.contents.free_slot()
         if slot is not None:
             return slot
         # Retained units make way only if nothing else can.
-        not_open = [other for other in self.slot_of if not other.open_windows and other not in self._recent]
+        not_open = [other for other in self._slot_of if not other.open_windows and other not in self._recent]
         # Where no order is followed, the one that came in first.
         candidates = [other.index for other in self._evictable() or not_open]
         farthest = self._followed.farthest(candidates) if self._followed else next(iter(candidates), None)
         if farthest is None:
-            in_use = ", ".join(str(other) for other in self.slot_of)
+            in_use = ", ".join(str(other) for other in self._slot_of)
             raise RuntimeError(
-                f"a device slot is needed while all {len(self._slots.all)} are in use by {in_use}:"
+                f"a device slot is needed while all {self.contents.slots} are in use by {in_use}:"
                 " give the mode more slots"
             )
-        return self._contents.evict(self._units[farthest])
+        return self.contents.evict(self._units[farthest])
 
     def _evictable(self) -> list[OffloadUnit]:
         kept = self._retained.union(self._recent)
-        return [unit for unit in self.slot_of if not unit.open_windows and unit not in kept]
+        return [unit for unit in self._slot_of if not unit.open_windows and unit not in kept]
 
     def _evict_later_than(self, wanted: OffloadUnit) -> DeviceSlot | None:
         order = self._followed
         farthest = order.farthest([unit.index for unit in self._evictable()])
         if farthest is None or order.next_use(farthest) <= order.next_use(wanted.index):
             return None
-        return self._contents.evict(self._units[farthest])
+        return self.contents.evict(self._units[farthest])
 
     def _fill_now(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
         self._filler.await_ready(unit, slot)
         return self._fill(unit, slot)
 
     def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
-        self._contents.fill(unit, slot)
+        self.contents.fill(unit, slot)
         if self._followed is self._inference_order:
-            self._promised.setdefault(unit, unit.parameters_now())
+            self.promised.note(unit)
         return slot

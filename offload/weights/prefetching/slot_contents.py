@@ -5,17 +5,19 @@
 - Free. `content` is None, and the h2d stream already waits for every stream that has read the slot.
 - Filling. `Filler.fill` queues the copy of a unit on the h2d stream and records `ready` behind it; `content` is the
   unit.
-- Read. The first `Prefetcher.fetch` after that makes compute wait for `ready` and adds it to `readers`. `write_home`
+- Read. The first `let_compute_read` after that makes compute wait for `ready` and adds it to `readers`. `write_home`
   adds the d2h stream, which copies changed buffers out of the slot. The slot keeps its unit while a window is open on
   the unit, while the unit is among those fetched last in backward, and inside `Prefetcher.retain_recent`.
-- Read so far. `Prefetcher.mark_last_use` records `free` on compute: what is queued later does not read the slot, until
-  the next `fetch` of the unit.
+- Read so far. `mark_last_use` records `free` on compute: what is queued later does not read the slot, until
+  the next read.
 - Released. `evict` records `free` on the other readers, on compute if the unit was fetched since, and makes the h2d
   stream wait for it, so that the next copy into the slot comes after all that reads it: the slot is free. Recorded only
   now, `free` would come after the work of other units that compute was given meanwhile, and the copy would wait for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -35,12 +37,15 @@ class SlotContents:
     """
 
     def __init__(self, slots: DeviceSlots, transfer: Transfer, poison: bool, filler: Filler):
-        """`poison` and `filler` are those of `Prefetcher`."""
+        """`poison` fills freed slots with NaN, so that a stale read shows in the result; it costs device bandwidth.
+
+        `filler` brings units into slots.
+        """
         self.slot_of: dict[OffloadUnit, DeviceSlot] = {}
         """the slot of each unit that has one"""
         self.unawaited: dict[OffloadUnit, Event] = {}
         """the end of the last copy in of each unit for which no stream has waited yet"""
-        self._slots = slots
+        self._all = slots.all
         self._transfer = transfer
         self._streams = transfer.streams
         self._poison = poison
@@ -52,11 +57,16 @@ class SlotContents:
             slot.readers = [self._streams.compute]
             self._release(slot)
 
+    @property
+    def slots(self) -> int:
+        """The number of slots."""
+        return len(self._all)
+
     def free_slot(self) -> DeviceSlot | None:
         """Returns a slot that has no unit, if there is one."""
-        if len(self.slot_of) == len(self._slots.all):
+        if len(self.slot_of) == self.slots:
             return None
-        return next(slot for slot in self._slots.all if slot.content is None)
+        return next(slot for slot in self._all if slot.content is None)
 
     def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         """Copies a unit into a free slot."""
@@ -65,13 +75,34 @@ class SlotContents:
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit.name}")
         self._filler.fill(unit, slot)
         for tensor in unit.strays():
-            for view, given in zip(tensor.views_of(slot.bytes), tensor.parts_of(tensor.host), strict=True):
+            for view, given in zip(tensor.views_of(slot.bytes), tensor.parts, strict=True):
                 self._transfer.copy_in(view, given.data, done=slot.ready, what=tensor.name)
         slot.source = unit.weights_now()
         self.unawaited[unit] = slot.ready
         self._copied.add(unit)
         slot.content = unit
         self.slot_of[unit] = slot
+
+    def let_compute_read(self, unit: OffloadUnit) -> None:
+        """Makes the current compute stream wait for what is being copied into and out of the slot of `unit`."""
+        slot, stream = self.slot_of[unit], self._streams.compute
+        slot.read_by = None
+        if stream not in slot.readers:
+            self._transfer.await_on(stream, slot.ready)
+            slot.readers.append(stream)
+        if self._streams.d2h in slot.readers:
+            # Buffers that are being copied home may be updated by this use.
+            self._transfer.await_on(stream, unit.written)
+        self._streams.reads(stream, slot, f"use of {unit.name}")
+        self.unawaited.pop(unit, None)
+
+    def mark_last_use(self, unit: OffloadUnit) -> None:
+        """Notes that nothing which compute is given from now on reads the slot of `unit`, until the next read."""
+        slot, stream = self.slot_of[unit], self._streams.compute
+        if stream in slot.readers:
+            self._streams.reads(stream, slot, f"use of {unit.name}")
+            slot.free.record(stream)
+            slot.read_by = stream
 
     def evict(self, unit: OffloadUnit) -> DeviceSlot:
         """Takes a unit out of its slot, and returns the slot: it is free."""
@@ -86,21 +117,21 @@ class SlotContents:
             if not unit.open_windows:
                 self.evict(unit)
 
-    def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
-        """Copies tensors of `unit` that compute changed in its slot back to the host block; `unit.written` ends it.
+    def write_home(self, unit: OffloadUnit, changed: Mapping[UnitTensor, list[torch.Tensor]]) -> None:
+        """Copies tensors of `unit` that compute changed back to the host block; `unit.written` ends it.
 
-        Raises RuntimeError as `Filler.check_written` does.
+        `changed` has their parts on the device. Raises RuntimeError as `Filler.check_written` does.
         """
         streams, slot = self._streams, self.slot_of[unit]
-        self._filler.check_written(unit, tensors)
+        self._filler.check_written(unit, [*changed])
         streams.writes(streams.compute, slot, f"update of {unit.name}")
         self._transfer.after_compute(streams.d2h)
         streams.reads(streams.d2h, slot, f"write back of {unit.name}")
         streams.writes(streams.d2h, unit.weights, f"write back of {unit.name}")
         unit.written = streams.event()
-        for tensor in tensors:
-            for home, changed in zip(unit.home_of(tensor), tensor.parts_of(tensor.device), strict=True):
-                self._transfer.copy_out(home, changed, done=unit.written, what=tensor.name)
+        for tensor, parts in changed.items():
+            for home, part in zip(unit.home_of(tensor), parts, strict=True):
+                self._transfer.copy_out(home, part, done=unit.written, what=tensor.name)
         if streams.d2h not in slot.readers:
             slot.readers.append(streams.d2h)
 
@@ -121,7 +152,10 @@ class SlotContents:
         self.unawaited.clear()
 
     def unawaited_copy(self, unit: OffloadUnit) -> list[Event]:
-        """Returns the end of the last copy in of `unit`, if no stream has waited for it yet."""
+        """Returns the end of the last copy in of `unit`, if no stream has waited for it yet.
+
+        The unit was then fetched ahead and has not been used, so the copy may still be reading the home.
+        """
         return [self.unawaited[unit]] if unit in self.unawaited else []
 
     def _empty_slots(self) -> None:

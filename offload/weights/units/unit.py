@@ -9,9 +9,9 @@ that it is copied in once and its gradients are summed once.
    there is. An extension may put a unit somewhere else (`Filler`).
 2. Onloaded. `Prefetcher` copies the whole unit into a slot, on the h2d stream. The copy comes after the unit's updates
    (`Updates.before_onload`); compute waits for it by the event `slot.ready`.
-3. Installed. When the first window on the unit opens, `stand_ins` puts `tensor.device`, a view of the slot, into the
-   modules that hold `tensor.host`. A parameter that trains has one stand-in a step, whichever slot the unit is in, and
-   autograd's graph joins it to the host parameter.
+3. Installed. When the first window on the unit opens, `stand_ins` puts its `StandIn.device`, a view of the slot, into
+   the modules that hold `tensor.host`. A parameter that trains has one stand-in a step, whichever slot the unit is in,
+   and autograd's graph joins it to the host parameter.
 4. Saved by name. Weights that autograd saves inside a window are saved as (unit, offset, shape, strides) by
    `SavedWeights`. When backward unpacks one, the unit is onloaded again if it has lost its slot.
 5. Out of the window. When the last window closes, the modules hold `tensor.host` again. Buffers that forward changed
@@ -19,19 +19,18 @@ that it is copied in once and its gradients are summed once.
    past.
 6. Gradient landed. Autograd has summed all uses of the stand-in. `GradientLanding` decides where the gradient goes; as
    a rule `GradientOffloader` copies it home, small ones together, on the d2h stream, behind compute, to
-   `tensor.gradient` or into the gradient that was there. `tensor.landed` ends the copy.
+   `tensor.gradient.memory` or into the gradient that was there. `tensor.gradient.landed` ends the copy.
 7. Updated. Between steps by any optimizer; or by `offload.optimizer.overlap`, beside the step: on a thread that waits
-   for `tensor.landed` and ends with a signal, or on the d2h stream, which ends with an event. The next onload of the
-   unit waits for either, which is 2 again.
+   for `tensor.gradient.landed` and ends with a signal, or on the d2h stream, which ends with an event. The next onload
+   of the unit waits for either, which is 2 again.
 
 At the end of a step the host waits for all streams, modules hold no stand-ins, and no slot holds anything. When the
-next begins, `gather` takes over what the user has changed meanwhile: replaced parameters, other data, what trains.
+next begins, `user_changes` takes over what the user has changed meanwhile: replaced parameters, other data.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -40,9 +39,7 @@ from torch import nn
 
 from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, HostBlock, aligned
 from offload.streams.registry import Event
-from offload.torch_private.tensor_parts import wraps
 from offload.torch_private.torch_internals import without_torch_function
-from offload.weights.units.layouts import check_frozen
 from offload.weights.units.placement import held_by, move_to
 from offload.weights.units.unit_tensor import UnitTensor
 
@@ -66,8 +63,6 @@ class OffloadUnit:
     open_windows: int = 0
     # Its updates have begun inside this backward: what a slot has of it is out of date, and not read again.
     has_begun_updates: bool = False
-    # Else memory for a gradient is made when one needs it, if at all.
-    has_gradient_homes: bool = True
     is_fixed: bool = False
     alignment: int = ALIGNMENT_BYTES
 
@@ -105,9 +100,9 @@ class OffloadUnit:
         attributes = (attribute for tensor in self.tensors for attribute in tensor.attributes if tensor.is_buffer)
         return [(attribute.module, attribute.name) for attribute in attributes]
 
-    def tensor_at(self, offset: int) -> UnitTensor:
-        """Returns the tensor to which byte `offset` of the flat buffer belongs."""
-        return self.tensors[bisect_right(self.starts, offset) - 1]
+    def index_at(self, offset: int) -> int:
+        """Returns the index of the tensor to which byte `offset` of the flat buffer belongs."""
+        return bisect_right(self.starts, offset) - 1
 
     @cached_property
     def starts(self) -> list[int]:
@@ -118,7 +113,7 @@ class OffloadUnit:
         """Returns the memory of each part of `tensor` at home, or where its user has given it other data."""
         if tensor.is_home and not self.is_fixed:
             return tensor.views_of(self.weights.bytes)
-        return [part.data for part in tensor.parts_of(tensor.host)]
+        return [part.data for part in tensor.parts]
 
     def strays(self) -> list[UnitTensor]:
         """Returns the tensors with data that is not at home, given by the user. Raises RuntimeError for other kinds."""
@@ -146,75 +141,10 @@ class OffloadUnit:
     def _versions(self, tensors: list[UnitTensor]) -> list[tuple]:
         found = []
         for tensor in tensors:
-            for host in tensor.parts_of(tensor.host) if tensor.layout.is_compound else (tensor.host,):
+            for host in tensor.parts if tensor.layout.is_compound else (tensor.host,):
                 # Tensors of inference mode have no version.
                 found.append((host.data_ptr(), 0 if host.is_inference() else host._version, host.stride()))
         return found
-
-    def is_as_taken(self) -> bool:
-        """Tells whether each tensor is the one that was taken over last, with its data in its place in the block.
-
-        False where to find out takes more than a look: of fixed units and of tensors that consist of several.
-        """
-        if self.compound or self.is_fixed:
-            return False
-        for tensor in self.tensors:
-            host = tensor.host
-            for attribute in tensor.attributes:
-                # `attribute.tensor`, without the call.
-                held = attribute.module._buffers if tensor.is_buffer else attribute.module._parameters
-                if not isinstance(held, dict) or held.get(attribute.name) is not host:
-                    return False
-            if not tensor.home or host.data_ptr() != tensor.home[0] or host.stride() != tensor.strides:
-                return False
-        return True
-
-    def gather(self, arena: HostArena, end_updates: Callable[[], None] = lambda: None) -> None:
-        """Takes over, between steps, what the user has changed since the last: replaced tensors, data, what trains.
-
-        Where data was given (`parameter.data = ...`) the unit moves into a new block, because the user may hold views
-        of the old one as a backup. Before that `end_updates` blocks the host until no update writes to the unit's data.
-        Raises RuntimeError in one line for what cannot be streamed.
-        """
-        for tensor in self.tensors:
-            # As a rule there is none.
-            if len(tensor.attributes) > 1 or tensor.attributes[0].tensor is not tensor.host:
-                tensor.take_replacement(self.weights.bytes.device)
-        self.notice_writes()
-        strays = self.strays()
-        if strays:
-            end_updates()
-        for tensor in strays:
-            if tensor.trains:
-                # Who has a copy of it sees by this that the copy is outdated: memory may come back at an old address.
-                torch.autograd.graph.increment_version(tensor.host)
-        if strays:
-            old = self.weights
-            self._move_into(arena.allocate(self.nbytes, old.name))
-            arena.release(old)
-        self.ensure_gradients(arena)
-
-    def ensure_gradients(self, arena: HostArena) -> None:
-        """Makes host memory for gradients of what trains now and did not before.
-
-        Raises RuntimeError for a parameter that wants gradients of another kind or dtype than the mode makes.
-        """
-        for tensor in self.trained:
-            if tensor.layout.is_compound:
-                check_frozen(tensor.name, tensor.host)
-            if getattr(tensor.host, "grad_dtype", tensor.dtype) not in (None, tensor.dtype):
-                raise RuntimeError(
-                    f"{tensor.name} has grad_dtype {tensor.host.grad_dtype} and streams as {tensor.dtype}, in which its"
-                    " gradients are summed on the device: set its grad_dtype to None, or leave its module out of the"
-                    " mode with `exclude`"
-                )
-            if tensor.gradient is None and self.has_gradient_homes:
-                self.ensure_gradient(tensor, arena)
-
-    def ensure_gradient(self, tensor: UnitTensor, arena: HostArena) -> None:
-        """Makes host memory for a gradient that has none, as that of a parameter that was frozen when attached."""
-        if tensor.gradient is None:
-            tensor.make_gradient(arena.allocate(tensor.nbytes, f"gradient of {tensor.name}").bytes)
 
     def notice_writes(self) -> None:
         """Looks anew at tensors that consist of several, whose user may have given them other parts."""
@@ -226,20 +156,15 @@ class OffloadUnit:
 
         Tensors that have memory keep their identity; those on the meta device are replaced in their modules.
         """
-        self._move_into(arena.allocate(self.nbytes, f"weights of {self.name}"))
-        if not self.has_gradient_homes:
-            return
+        self.move_into(arena.allocate(self.nbytes, f"weights of {self.name}"))
+
+    def make_gradient_homes(self, arena: HostArena) -> None:
+        """Makes one block of host memory for the gradients of all that trains now."""
         gradients = arena.allocate(self.gradient_bytes, f"gradients of {self.name}")
         used = 0
         for tensor in self.trained:
-            tensor.make_gradient(gradients.piece(used, tensor.nbytes))
+            tensor.gradient.lie_in(gradients.piece(used, tensor.nbytes))
             used += aligned(tensor.nbytes, self.alignment)
-
-    def lie_in(self, memory: Mapping[UnitTensor, list[torch.Tensor]], arena: HostArena) -> None:
-        """Makes `memory`, uint8 tensors for each tensor's parts, the home of a fixed unit, with the values there."""
-        self.weights = arena.allocate(0, f"weights of {self.name}")
-        for tensor, parts in memory.items():
-            tensor.lie_in(parts)
 
     def put_back(self) -> None:
         """Takes `bring_home` back, also one that failed: meta tensors are in their modules again."""
@@ -255,7 +180,8 @@ class OffloadUnit:
             if current is not None and tensor.origin.type not in ("cpu", "meta"):
                 move_to(current, tensor.origin, tensor.attributes)
 
-    def _move_into(self, block: HostBlock) -> None:
+    def move_into(self, block: HostBlock) -> None:
+        """Makes `block` the home of all tensors, with their values."""
         self.weights = block
         for tensor in self.tensors:
             # A storage for each: a file of one tensor would have all bytes of a storage that they share.
@@ -264,18 +190,3 @@ class OffloadUnit:
 
     def __str__(self) -> str:
         return self.name
-
-
-def check_one_owner(units: Iterable[OffloadUnit]) -> None:
-    """Raises RuntimeError if two parameters were made one since the mode was attached, or were given the same data."""
-    owners: dict[int, UnitTensor] = {}
-    for tensor in [tensor for unit in units for tensor in unit.parameters]:
-        held = tensor.attributes[0].tensor
-        if held is None or held.is_meta or not tensor.layout.nbytes or wraps(held):
-            continue
-        owner = owners.setdefault(held.data_ptr(), tensor)
-        if owner is not tensor:
-            raise RuntimeError(
-                f"{owner.name} and {tensor.name} share memory, which they did not when the mode was attached: detach"
-                " it before they are tied, or copy (parameter.data = other.data.clone())"
-            )

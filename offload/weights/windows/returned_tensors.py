@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from offload.memory.device_slots import DeviceSlots
+from offload.memory.device_slots import DeviceSlot
 from offload.torch_private.torch_internals import tree_flatten, tree_unflatten
 from offload.weights.units.unit import OffloadUnit
 
 
-def copy_returned(result: object, slots: DeviceSlots, closing: Callable[[OffloadUnit], bool]) -> object:
+def copy_returned(
+    result: object, slot_of: Callable[[torch.Tensor], DeviceSlot | None], closing: Callable[[OffloadUnit], bool]
+) -> object:
     """Returns what a forward returned, tensors in a slot of a unit that is `closing` replaced by copies.
 
     A module may return its own parameter or buffer, or a view of one (a table of positions, say): as it is, or in
@@ -23,7 +25,7 @@ def copy_returned(result: object, slots: DeviceSlots, closing: Callable[[Offload
     def needs_copy(tensor: object) -> bool:
         if not isinstance(tensor, torch.Tensor):
             return False
-        slot = slots.slot_of(tensor)
+        slot = slot_of(tensor)
         return slot is not None and slot.content is not None and closing(slot.content)
 
     if isinstance(result, torch.Tensor):

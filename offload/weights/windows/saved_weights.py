@@ -40,17 +40,17 @@ from offload.torch_private.torch_internals import (
 from offload.weights.gradients.final import FinalGradients
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
 from offload.weights.windows.scopes import RunningForwards
+from offload.weights.windows.stand_in import StandIn, StandIns
 from offload.weights.windows.stand_ins import copy_of_frozen, frozen_stand_in
 
 
 class _SavedWeight(NamedTuple):
     """A view of a unit's flat buffer: `offset` counts elements of `dtype` from its start.
 
-    `tensor` is the weight in which the view starts, `version` its version counter when it was saved, and `place` the
-    address and the strides of its data at home. `conjugated` and `negated` tell of views that stand for other numbers
-    than their bytes, such as `weight.conj()`.
+    `stand_in` is that of the weight in which the view starts, `version` the weight's version counter when it was saved,
+    and `place` the address and the strides of its data at home. `conjugated` and `negated` tell of views that stand for
+    other numbers than their bytes, such as `weight.conj()`.
     """
 
     unit: OffloadUnit
@@ -58,7 +58,7 @@ class _SavedWeight(NamedTuple):
     offset: int
     shape: torch.Size
     strides: tuple[int, ...]
-    tensor: UnitTensor
+    stand_in: StandIn
     version: int
     place: object
     conjugated: bool
@@ -69,7 +69,7 @@ class _SavedWhole(NamedTuple):
     """A weight that wraps tensors, all of them as they lie in its slot: see `_SavedWeight` and `Wrapping`."""
 
     unit: OffloadUnit
-    tensor: UnitTensor
+    stand_in: StandIn
     version: int
     place: object
     kind: type
@@ -83,7 +83,7 @@ class _SavedStandIn(NamedTuple):
     """The stand-in of a frozen weight that wraps tensors, as its module holds it: see `_SavedWeight`."""
 
     unit: OffloadUnit
-    tensor: UnitTensor
+    stand_in: StandIn
     version: int
     place: object
 
@@ -98,8 +98,9 @@ class _Counted(NamedTuple):
 class SavedWeights:
     """The pack and unpack hooks of one attached model. `final` is told of every weight that backward asks for."""
 
-    def __init__(self, slots: DeviceSlots, prefetcher: Prefetcher, final: FinalGradients):
+    def __init__(self, slots: DeviceSlots, stand_ins: StandIns, prefetcher: Prefetcher, final: FinalGradients):
         self.slot_of = slots.slot_of
+        self._stand_ins = stand_ins
         self._prefetcher = prefetcher
         self._final = final
         check_what_is_kept(self)
@@ -131,7 +132,7 @@ class SavedWeights:
         name = "a weight"
         if slot.content is not None and not is_in_backward():
             first = next(part for part in parts(result) if self.slot_of(part) is not None)
-            name = slot.content.tensor_at(first.storage_offset() * first.itemsize).name
+            name = self._stand_ins.at(slot.content, first.storage_offset() * first.itemsize).tensor.name
         raise RuntimeError(
             f"a selective checkpoint saves the result of {operation}, which is a view of {name} and not on the device"
             " for backward: its policy must return PREFER_RECOMPUTE for this operation"
@@ -151,8 +152,8 @@ class SavedWeights:
                 or Wrapping.of(tensor, self._saved_part)
             )
         unit, offset = slot.content, tensor.storage_offset()
-        # `tensor_at`, without the call.
-        whole = unit.tensors[bisect_right(unit.starts, offset * tensor.itemsize) - 1]
+        # `StandIns.at`, without the calls.
+        whole = self._stand_ins[unit][bisect_right(unit.starts, offset * tensor.itemsize) - 1]
         flags = tensor.is_conj(), tensor.is_neg()
         return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *whole.state, *flags)
 
@@ -160,8 +161,8 @@ class SavedWeights:
         first = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         if wraps(first) or self.slot_of(first) is not slot:
             return None
-        whole = slot.content.tensor_at(first.storage_offset() * first.itemsize)
-        if whole.is_buffer or whole.device is not tensor or whole.kept_stand_in(slot) is not tensor:
+        whole = self._stand_ins.at(slot.content, first.storage_offset() * first.itemsize)
+        if whole.tensor.is_buffer or whole.device is not tensor or whole.kept_for(slot) is not tensor:
             return None
         return _SavedStandIn(slot.content, whole, *whole.state)
 
@@ -170,7 +171,7 @@ class SavedWeights:
         inner = [getattr(tensor, name) for name in names]
         if any(map(wraps, inner)):
             return None
-        whole = slot.content.tensor_at(inner[0].storage_offset() * inner[0].itemsize)
+        whole = self._stand_ins.at(slot.content, inner[0].storage_offset() * inner[0].itemsize)
         if not whole.are_views_in(slot, inner):
             return None
         described = names, context, tensor.shape, tensor.stride()
@@ -190,8 +191,8 @@ class SavedWeights:
             return saved.tensor
         if kind is not _SavedWeight:
             return self._unpacked(saved)
-        unit, dtype, offset, shape, strides, tensor, version, place, conjugated, negated = saved
-        view = self._slot_for(unit, tensor, (version, place)).typed[dtype].as_strided(shape, strides, offset)
+        unit, dtype, offset, shape, strides, stand_in, version, place, conjugated, negated = saved
+        view = self._slot_for(unit, stand_in, (version, place)).typed[dtype].as_strided(shape, strides, offset)
         if conjugated:
             view = view.conj()
         if negated:
@@ -219,25 +220,25 @@ class SavedWeights:
             return saved.unpack(saved.packed)
 
     def _bring_back_stand_in(self, saved: _SavedStandIn) -> torch.Tensor:
-        unit, tensor, version, place = saved
-        slot = self._slot_for(unit, tensor, (version, place))
+        unit, stand_in, version, place = saved
+        slot = self._slot_for(unit, stand_in, (version, place))
         # With create_graph as in `unpack`.
-        return copy_of_frozen(tensor, slot) if torch.is_grad_enabled() else frozen_stand_in(tensor, slot)
+        return copy_of_frozen(stand_in, slot) if torch.is_grad_enabled() else frozen_stand_in(stand_in, slot)
 
     def _bring_back_whole(self, saved: _SavedWhole) -> torch.Tensor:
-        unit, tensor, version, place, kind, names, context, shape, strides = saved
-        views = tensor.views_in(self._slot_for(unit, tensor, (version, place)))
+        unit, stand_in, version, place, kind, names, context, shape, strides = saved
+        views = stand_in.views_in(self._slot_for(unit, stand_in, (version, place)))
         if torch.is_grad_enabled():
             views = [view.clone() for view in views]
         return kind.__tensor_unflatten__(dict(zip(names, views, strict=True)), context, shape, strides)
 
-    def _slot_for(self, unit: OffloadUnit, tensor: UnitTensor, state: tuple[int, object]) -> DeviceSlot:
+    def _slot_for(self, unit: OffloadUnit, stand_in: StandIn, state: tuple[int, object]) -> DeviceSlot:
         """Returns the slot of a weight that backward asks for. Raises RuntimeError if it is not as it was saved."""
         if self._final.has_landed:
-            self._final.use(unit, tensor)
-        if tensor.state != state:
+            self._final.use(unit, stand_in.tensor)
+        if stand_in.state != state:
             raise RuntimeError(
-                f"{tensor.name}, needed for gradient computation, has been modified since forward:"
+                f"{stand_in.tensor.name}, needed for gradient computation, has been modified since forward:"
                 " run backward before the optimizer's step"
             )
         return self._prefetcher.fetch(unit)

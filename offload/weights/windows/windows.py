@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from offload.streams.device_work import Home
 from offload.streams.registry import Streams
 from offload.torch_private.block_buffers import arrived, leaving
 from offload.torch_private.function_contexts import function_contexts, watch_contexts
-from offload.torch_private.module_contexts import ModuleContexts, Opener, ReplacedForward
+from offload.torch_private.module_contexts import ModuleContexts, ReplacedForward
 from offload.torch_private.one_thread import OneThread
 from offload.torch_private.running_microbatch import running_microbatch
 from offload.torch_private.selective_checkpoints import hidden_from_selective_checkpoints
@@ -53,6 +53,7 @@ from offload.weights.windows.kept_by_functions import name_kept_weights
 from offload.weights.windows.returned_tensors import copy_returned
 from offload.weights.windows.saved_weights import SavedWeights
 from offload.weights.windows.scopes import RunningForwards, Scope, ThreadForwards
+from offload.weights.windows.stand_in import StandIn, StandIns
 from offload.weights.windows.stand_ins import (
     copy_of_stand_in,
     differs_from_home,
@@ -72,6 +73,7 @@ class Windows:
         self,
         cut: CutModel,
         slots: DeviceSlots,
+        stand_ins: StandIns,
         prefetcher: Prefetcher,
         saved: SavedWeights,
         streams: Streams,
@@ -79,9 +81,9 @@ class Windows:
         sink: GradientSink,
         final: FinalGradients,
     ):
-        self._units, self._around = cut.units, set(cut.around)
-        self._slots = slots
-        self.prefetcher = prefetcher
+        self._units = cut.units
+        self._stand_ins = stand_ins
+        self.prefetcher, self._contents = prefetcher, prefetcher.contents
         self._saved = saved
         self.streams = streams
         self._sink = sink
@@ -91,23 +93,8 @@ class Windows:
         # Units that had windows since it began.
         self._opened: dict[OffloadUnit, None] = {}
         self.threads, self._one_thread = ThreadForwards(), OneThread()
-        read = {window.module: window.read for window in cut.windows} | dict.fromkeys(cut.around, ())
-        hooked = [module for module in read if module is cut.model or has_hooks_around_forward(module)]
-        with ExitStack() as undo:
-            self._calls = ModuleContexts([(module, self._opener(module)) for module in hooked], outermost=True)
-            undo.callback(self._calls.remove)
-            self._forwards: list[ForwardInWindows] = []
-            for module, tensors in read.items():
-                # The forward of a scripted module is not an attribute of its class.
-                if getattr(type(module), "forward", None) is not nn.Module.forward:
-                    self._forwards.append(ForwardInWindows(module, tensors, self))
-                    undo.callback(self._forwards[-1].remove)
-            self._watched, self._held = watch_reads(cut.units, self._read)
-            self._state_dicts = [LeavesSlots(module, slots) for module in self._watched]
-            undo.callback(lambda: [hook.remove() for hook in self._state_dicts])
-            self._end_watch_of_contexts = watch_contexts(self)
-            undo.pop_all()
-        self._inside = functools.cache(functools.partial(_units_inside, cut))
+        self._room = _Room(cut, len(slots.all))
+        self._on_modules = _OnModules(cut, slots, self)
 
     def begin(self, in_step: bool) -> None:
         """Begins a step, or a run of forwards without gradients. Units keep their slots, and stand-ins, until `end`."""
@@ -115,26 +102,17 @@ class Windows:
 
     def end(self) -> None:
         """Drops the stand-ins, and closes scopes that an interrupt has left open."""
-        self._calls.close_open()
+        self._on_modules.calls.close_open()
         self._keeps_units = self._in_step = False
         self._opened.clear()
-        for unit in self._units:
-            drop_stand_ins(unit)
+        for stand_ins in self._stand_ins.values():
+            drop_stand_ins(stand_ins)
 
     def remove(self) -> None:
         """Gives modules their own forwards and plain dictionaries again."""
-        self._calls.remove()
-        for forward in self._forwards:
-            forward.remove()
-        for hook in self._state_dicts:
-            hook.remove()
-        for unit in self._units:
-            forget_stand_ins(unit)
-        # These refer back to this object: without them the device memory goes with its last reference.
-        self._forwards.clear()
-        self._held.clear()
-        end_watch(self._watched)
-        self._end_watch_of_contexts()
+        self._on_modules.remove()
+        for stand_ins in self._stand_ins.values():
+            forget_stand_ins(stand_ins)
 
     def run(
         self,
@@ -162,12 +140,12 @@ class Windows:
             finally:
                 function_contexts.end()
 
-    def _opener(self, module: nn.Module) -> Opener:
-        return lambda arguments, keywords: self._running(self.threads.running, Scope(module))
+    def call_of(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Returns what surrounds a call of `module`; the windows that are opened in it close at its end."""
+        return self._running(self.threads.running, Scope(module))
 
     @contextmanager
     def _running(self, running: RunningForwards, scope: Scope) -> Iterator[None]:
-        """Surrounds a call of the scope's module; the windows that are opened in it close at its end."""
         with NO_CONTEXT if running.scopes else self._outermost():
             running.scopes.append(scope)
             try:
@@ -199,7 +177,7 @@ class Windows:
             raise
         except BaseException:
             # torch calls no hook after a KeyboardInterrupt.
-            self._calls.close_open()
+            self._on_modules.calls.close_open()
             raise
         finally:
             self._keeps_units = False
@@ -214,7 +192,7 @@ class Windows:
         with hidden_from_selective_checkpoints():
             self.prefetcher.release_for_host_writes()
         for unit in [unit for unit in self._opened if not unit.open_windows]:
-            drop_stand_ins(unit)
+            drop_stand_ins(self._stand_ins[unit])
             del self._opened[unit]
 
     def _homes(self) -> list[Home]:
@@ -222,7 +200,7 @@ class Windows:
         for unit in self._units:
             homes.append((unit.weights.bytes, unit.name))
             apart = unit.tensors if unit.is_fixed else unit.strays()
-            homes += [(part.data, tensor.name) for tensor in apart for part in tensor.parts_of(tensor.host)]
+            homes += [(part.data, tensor.name) for tensor in apart for part in tensor.parts]
         return homes
 
     def _open(self, unit: OffloadUnit, scope: Scope, running: RunningForwards) -> None:
@@ -235,35 +213,35 @@ class Windows:
             running.units.add(unit)
             self._opened[unit] = None
             if unit.open_windows == 1:
-                install_stand_ins(unit, slot, self._sink, self._units)
+                install_stand_ins(unit, self._stand_ins[unit], slot, self._sink, self._units)
                 if running_microbatch() is None:
-                    for held in self._held[unit]:
+                    for held in self._on_modules.held[unit]:
                         held.__class__ = OpenTensors
                 if unit.buffer_places:
                     arrived(unit.buffer_places)
 
     def _close(self, scope: Scope) -> None:
-        twice: list[UnitTensor] = []
+        twice: list[StandIn] = []
         for unit in scope.units:
             unit.open_windows -= 1
             if unit.open_windows:
                 continue
-            for held in self._held[unit]:
+            for held in self._on_modules.held[unit]:
                 held.__class__ = HeldTensors
             if unit.buffer_places:
                 leaving(unit.buffer_places)
-            changed = remove_stand_ins(unit, self.prefetcher.slot_of[unit])
+            changed = remove_stand_ins(self._stand_ins[unit], self._contents.slot_of[unit])
             if changed and is_in_backward():
-                twice += [tensor for tensor in changed if differs_from_home(tensor)]
-                changed = [tensor for tensor in changed if tensor not in twice]
+                twice += [stand_in for stand_in in changed if differs_from_home(stand_in)]
+                changed = [stand_in for stand_in in changed if stand_in not in twice]
             if changed:
-                self.prefetcher.write_home(unit, changed)
-            self.prefetcher.mark_last_use(unit)
+                self._contents.write_home(unit, {stand_in.tensor: stand_in.parts for stand_in in changed})
+            self._contents.mark_last_use(unit)
         self._release_unless_kept()
         if twice:
             raise RuntimeError(
-                f"{twice[0].name} was changed by a forward, and once more as backward computes that forward again:"
-                " change it outside of the block, or leave its block out of what is computed again"
+                f"{twice[0].tensor.name} was changed by a forward, and once more as backward computes that forward"
+                " again: change it outside of the block, or leave its block out of what is computed again"
             )
 
     def _finish(self, running: RunningForwards, scope: Scope, first: int, result: object) -> object:
@@ -278,18 +256,18 @@ class Windows:
         if not closing:
             return result
         with hidden_from_selective_checkpoints():
-            return copy_returned(result, self._slots, closing=closing.__contains__)
+            return copy_returned(result, self._saved.slot_of, closing=closing.__contains__)
 
     @left_out_of_graphs
-    def _read(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
-        """Answers the read of a tensor where no window is known to be open; see `OnRead`."""
+    def read(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
+        """Answers the read of a tensor where no window is known to be open; see `held_tensors.OnRead`."""
         running = self.threads.running
         if not running.scopes:
             return self._copy(unit, tensor) if self._is_device_work_of_backward() else None
         if unit not in running.units:
             check_no_transform(even_vmap=True)
             innermost = running.scopes[-1]
-            if not self._has_room(unit, innermost):
+            if not self._room.has_room(unit, innermost.module):
                 if tensor not in innermost.copies:
                     innermost.copies[tensor] = self._copy(unit, tensor)
                 return innermost.copies[tensor]
@@ -298,15 +276,6 @@ class Windows:
             self.final.use(unit, tensor)
         return None
 
-    def _has_room(self, unit: OffloadUnit, scope: Scope) -> bool:
-        """Tells whether a window on `unit` leaves slots for the windows inside the scope's module."""
-        if running_microbatch() is not None and scope.module in self._around:
-            # Others run before this forward ends, and a window has the stand-ins of one.
-            return False
-        inside, at_once = self._inside(scope.module)
-        in_use = {unit}.union(other for other in self._units if other.open_windows)
-        return len(in_use) + (0 if inside <= in_use else at_once) <= len(self._slots.all)
-
     def _copy(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
         check_no_transform(even_vmap=True)
         self.final.use(unit, tensor)
@@ -314,11 +283,12 @@ class Windows:
             slot = self.prefetcher.fetch(unit, in_window=True)
             self._opened[unit] = None
             try:
-                return copy_of_stand_in(unit, tensor, slot, self._sink)
+                stand_in = self._stand_ins.at(unit, tensor.offset)
+                return copy_of_stand_in(unit, stand_in, slot, self._sink)
             finally:
                 unit.open_windows -= 1
                 if not unit.open_windows:
-                    self.prefetcher.mark_last_use(unit)
+                    self._contents.mark_last_use(unit)
 
     def _is_device_work_of_backward(self) -> bool:
         if not (self._in_step and is_in_backward()):
@@ -361,6 +331,57 @@ class ForwardInWindows(ReplacedForward):
 
     def run(self, *arguments: object, **keywords: object) -> object:
         return self._windows.run(self._module, self._read, self._units, self._forward, arguments, keywords)
+
+
+class _OnModules:
+    """What windows have put on the modules of a model: `calls`, and by unit the dictionaries that are `held`."""
+
+    def __init__(self, cut: CutModel, slots: DeviceSlots, windows: Windows):
+        read = {window.module: window.read for window in cut.windows} | dict.fromkeys(cut.around, ())
+        hooked = [module for module in read if module is cut.model or has_hooks_around_forward(module)]
+        with ExitStack() as undo:
+            openers = [(module, lambda *_, module=module: windows.call_of(module)) for module in hooked]
+            self.calls = ModuleContexts(openers, outermost=True)
+            undo.callback(self.calls.remove)
+            self._forwards: list[ForwardInWindows] = []
+            for module, tensors in read.items():
+                # The forward of a scripted module is not an attribute of its class.
+                if getattr(type(module), "forward", None) is not nn.Module.forward:
+                    self._forwards.append(ForwardInWindows(module, tensors, windows))
+                    undo.callback(self._forwards[-1].remove)
+            self._watched, self.held = watch_reads(cut.units, windows.read)
+            self._state_dicts = [LeavesSlots(module, slots) for module in self._watched]
+            undo.callback(lambda: [hook.remove() for hook in self._state_dicts])
+            self._end_watch_of_contexts = watch_contexts(windows)
+            undo.pop_all()
+
+    def remove(self) -> None:
+        """Gives modules their own forwards and plain dictionaries again."""
+        self.calls.remove()
+        for hook in (*self._forwards, *self._state_dicts):
+            hook.remove()
+        # These refer back to the windows: without them the device memory goes with its last reference.
+        self._forwards.clear()
+        self.held.clear()
+        end_watch(self._watched)
+        self._end_watch_of_contexts()
+
+
+class _Room:
+    """Tells whether the `slots` suffice for one window more."""
+
+    def __init__(self, cut: CutModel, slots: int):
+        self._units, self._around, self._slots = cut.units, set(cut.around), slots
+        self._inside = functools.cache(functools.partial(_units_inside, cut))
+
+    def has_room(self, unit: OffloadUnit, module: nn.Module) -> bool:
+        """Tells whether a window on `unit`, in a forward of `module`, leaves slots for those inside the module."""
+        if running_microbatch() is not None and module in self._around:
+            # Others run before this forward ends, and a window has the stand-ins of one.
+            return False
+        inside, at_once = self._inside(module)
+        in_use = {unit}.union(other for other in self._units if other.open_windows)
+        return len(in_use) + (0 if inside <= in_use else at_once) <= self._slots
 
 
 def _units_inside(cut: CutModel, module: nn.Module) -> tuple[frozenset[OffloadUnit], int]:

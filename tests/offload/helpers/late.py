@@ -7,6 +7,7 @@ import torch
 
 from offload.streams.transfer import Transfer
 from offload.weights.prefetching.prefetcher import Prefetcher
+from offload.weights.prefetching.slot_contents import SlotContents
 from tests.offload.helpers.models import stack_inputs
 
 ON_A_GPU = [
@@ -52,9 +53,9 @@ def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
 
 def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills each slot with NaN when its unit leaves it."""
-    original = Prefetcher.__init__
+    original = SlotContents.__init__
 
-    def poisoning(self, units, slots, transfer, prefetch, poison, *others):
-        original(self, units, slots, transfer, prefetch, True, *others)
+    def poisoning(self, slots, transfer, poison, filler):
+        original(self, slots, transfer, True, filler)
 
-    monkeypatch.setattr(Prefetcher, "__init__", poisoning)
+    monkeypatch.setattr(SlotContents, "__init__", poisoning)

@@ -15,7 +15,7 @@ from offload.modes.none import Resident
 from offload.optimizer.kernels import FusedUpdate
 from offload.streams import registry
 from offload.streams.stream_checker import StreamOrderError
-from offload.weights.units.unit import OffloadUnit
+from offload.weights import streamer
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs, train, under, with_copy
 from tests.offload.helpers.updates import host_adamw, one_step
 
@@ -54,20 +54,20 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_not_changed_since_the_last_step_is_looked_at_once(change: str, monkeypatch: pytest.MonkeyPatch):
     """A step begins while the device waits for the host."""
-    model, mode, gathered = Stack(), LayerStream(slots=2), []
-    gather = OffloadUnit.gather
-    monkeypatch.setattr(OffloadUnit, "gather", lambda unit, *rest: (gathered.append(unit.index), gather(unit, *rest)))
+    model, mode, looked_at = Stack(), LayerStream(slots=2), []
+    take = streamer.take_changes
+    monkeypatch.setattr(streamer, "take_changes", lambda unit, *rest: (looked_at.append(unit.index), take(unit, *rest)))
     with under(mode, model) as attached:
         one_step(model, attached)
         one_step(model, attached)
-        assert gathered == []
+        assert looked_at == []
         CHANGES[change](model)
         one_step(model, attached)
-        assert gathered == ([0, 1, 2, 3] if change == "all" else [1])
+        assert looked_at == ([0, 1, 2, 3] if change == "all" else [1])
         # Taken over: at home again.
-        gathered.clear()
+        looked_at.clear()
         one_step(model, attached)
-        assert gathered == []
+        assert looked_at == []
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("small")
 @pytest.fixture
 def at_home() -> OffloadUnit:
     unit = unit_of_two()
-    unit.bring_home(HostArena(torch.device("cpu")))
+    arena = HostArena(torch.device("cpu"))
+    unit.bring_home(arena)
+    unit.make_gradient_homes(arena)
     return unit
 
 
@@ -46,12 +48,12 @@ def test_a_gradient_lands_in_host_memory(at_home: OffloadUnit, streams: CheckedS
     gradients.begin_step([at_home], norms=False)
     (landing,) = land(gradients, at_home, tensor, on_device)
     assert landing.leaving.tensor is on_device
-    assert tensor.host.grad is tensor.gradient
-    assert tensor.gradient.item() == 2.0
-    assert tensor.has_landed_gradient
+    assert tensor.host.grad is tensor.gradient.memory
+    assert tensor.gradient.memory.item() == 2.0
+    assert tensor.gradient.is_as_landed(tensor.host)
     assert gradients.norms([at_home]) == {}
-    tensor.gradient.mul_(2)
-    assert not tensor.has_landed_gradient
+    tensor.gradient.memory.mul_(2)
+    assert not tensor.gradient.is_as_landed(tensor.host)
 
 
 def test_a_second_gradient_is_added_and_norms_are_of_the_sum(at_home: OffloadUnit, streams: CheckedStreams):
@@ -61,7 +63,7 @@ def test_a_second_gradient_is_added_and_norms_are_of_the_sum(at_home: OffloadUni
     for tensor, value in ((first, 2.0), (second, 1.0), (first, -5.0)):
         land(gradients, at_home, tensor, of(value))
     gradients.release()
-    assert (first.gradient.item(), second.gradient.item()) == (-3.0, 1.0)
+    assert (first.gradient.memory.item(), second.gradient.memory.item()) == (-3.0, 1.0)
     assert {parameter: norm.item() for parameter, norm in gradients.norms([at_home]).items()} == {
         first.host: 3.0,
         second.host: 1.0,
@@ -93,7 +95,7 @@ def test_small_gradients_leave_together(at_home: OffloadUnit, streams: CheckedSt
     assert gradients.land(at_home, second, of(4.0), is_final=True) == []
     batch = gradients.send()
     assert [(landing.tensor, landing.is_final) for landing in batch] == [(first, False), (second, True)]
-    assert batch[0].leaving.done is batch[1].leaving.done is first.landed is second.landed
+    assert batch[0].leaving.done is batch[1].leaving.done is first.gradient.landed is second.gradient.landed
     assert (first.host.grad.item(), second.host.grad.item()) == (3.0, 4.0)
     assert first not in gradients.waiting
     assert gradients.send() == []
@@ -113,7 +115,7 @@ def test_norms_round_as_those_of_gradients_in_the_order_of_the_parameter(streams
     weight = nn.Parameter(torch.zeros(16, 16, 3, 3, dtype=torch.bfloat16))
     tensor = tensor_of(weight)
     unit = OffloadUnit("block", 0, [tensor])
-    unit.bring_home(HostArena(torch.device("cpu")))
+    unit.make_gradient_homes(HostArena(torch.device("cpu")))
     gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=2**20)
     generator = torch.Generator().manual_seed(0)
     orders = 0

@@ -48,7 +48,7 @@ def test_a_unit_comes_home_and_into_a_slot_in_one_copy_after_its_updates(streams
     filler.fill(second, slot)
     assert asked == [first, second]
     assert torch.equal(slot.bytes[: second.nbytes], second.weights.bytes)
-    assert filler.counters().host_pageable_bytes == found.unit_bytes + found.gradient_bytes
+    assert filler.counters().host_pageable_bytes == found.unit_bytes
 
 
 def test_too_little_memory_is_found_before_any_is_taken(streams: Streams, monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from offload.streams import registry
 from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
+from offload.weights.prefetching.slot_contents import SlotContents
 from offload.weights.units.partition import CutPoint, cut
 from tests.offload.helpers.models import Stack, stack_inputs, under
 from tests.offload.helpers.small import swap_small
@@ -73,13 +74,13 @@ def prefetcher() -> Iterator[Prefetcher]:
     transfer, arena = Transfer(streams, Telemetry(streams)), HostArena(torch.device("cpu"))
     for unit in parts.units:
         unit.bring_home(arena)
-    slots = DeviceSlots(2, parts.largest_unit_bytes, streams)
-    yield Prefetcher(parts.units, slots, transfer, prefetch=0, poison=True, filler=Filler(parts, transfer, arena, 0))
+    slots, filler = DeviceSlots(2, parts.largest_unit_bytes, streams), Filler(parts, transfer, arena, 0)
+    yield Prefetcher(parts.units, SlotContents(slots, transfer, True, filler), transfer, ahead=0, filler=filler)
     registry.release(streams)
 
 
 def contents(prefetcher: Prefetcher) -> set[str]:
-    return {slot.content.name for slot in prefetcher._slots if slot.content is not None}
+    return {unit.name for unit in prefetcher.contents.slot_of}
 
 
 def test_a_fetched_unit_is_in_its_slot_until_it_makes_way(prefetcher: Prefetcher):
@@ -138,7 +139,7 @@ def test_a_window_that_closes_in_such_a_block_does_not_free_the_slot(prefetcher:
     with prefetcher.retain_recent():
         prefetcher.fetch(first, in_window=True)
         first.open_windows -= 1
-        prefetcher.mark_last_use(first)
+        prefetcher.contents.mark_last_use(first)
         assert slot.read_by is not None
     assert slot.read_by is None
     # The stream checker holds that the next copy into the slot waits for that read.
@@ -152,8 +153,8 @@ def test_a_copy_is_unawaited_until_its_unit_is_used(prefetcher: Prefetcher):
         prefetcher.fetch(unit)
     prefetcher.end_step()
     prefetcher.begin_step()
-    assert [len(prefetcher.unawaited_copy(unit)) for unit in units] == [1, 1, 0, 0]
+    assert [len(prefetcher.contents.unawaited_copy(unit)) for unit in units] == [1, 1, 0, 0]
     prefetcher.fetch(units[0])
-    assert [len(prefetcher.unawaited_copy(unit)) for unit in units] == [0, 1, 0, 0]
+    assert [len(prefetcher.contents.unawaited_copy(unit)) for unit in units] == [0, 1, 0, 0]
     prefetcher.end_step()
-    assert not any(prefetcher.unawaited_copy(unit) for unit in units)
+    assert not any(prefetcher.contents.unawaited_copy(unit) for unit in units)

@@ -90,10 +90,10 @@ def test_changed_tensors_are_written_home(contents, units, streams):
     contents.fill(unit, slot)
     streams.compute.wait_event(slot.ready)
     tensor = unit.tensors[0]
-    tensor.device = data_in(tensor, slot.bytes)
+    changed = data_in(tensor, slot.bytes)
     with torch.no_grad():
-        tensor.device.fill_(3)
-    contents.write_home(unit, [tensor])
+        changed.fill_(3)
+    contents.write_home(unit, {tensor: [changed]})
     assert (tensor.host == 3).all()
     assert streams.d2h in slot.readers
     contents.evict_all()

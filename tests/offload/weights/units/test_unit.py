@@ -17,13 +17,15 @@ def test_home_keeps_values_dtypes_and_identity():
     values = [p.detach().clone() for p in model.parameters()]
     parameters = list(model.parameters())
     unit = cut(model, [CutPoint("all", model)]).units[0]
-    unit.bring_home(HostArena(torch.device("cpu")))
+    arena = HostArena(torch.device("cpu"))
+    unit.bring_home(arena)
+    unit.make_gradient_homes(arena)
     for tensor, parameter, value in zip(unit.tensors, model.parameters(), values, strict=True):
         assert torch.equal(parameter, value)
         assert parameter.untyped_storage().data_ptr() == unit.home_of(tensor)[0].data_ptr()
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-    assert [tensor.gradient.dtype for tensor in unit.tensors] == [p.dtype for p in parameters]
+    assert [tensor.gradient.memory.dtype for tensor in unit.tensors] == [p.dtype for p in parameters]
 
 
 def at_home(model: nn.Module) -> OffloadUnit:
@@ -46,34 +48,10 @@ def test_meta_tensors_become_memory_at_home_and_keep_what_they_were():
 
 def test_tensors_are_found_by_their_bytes():
     unit = at_home(nn.Sequential(nn.Linear(3, 500), nn.Linear(500, 3)))
-    for tensor in unit.tensors:
-        assert unit.tensor_at(tensor.offset) is unit.tensor_at(tensor.offset + tensor.nbytes - 1) is tensor
+    for index, tensor in enumerate(unit.tensors):
+        assert unit.index_at(tensor.offset) == unit.index_at(tensor.offset + tensor.nbytes - 1) == index
         assert torch.equal(data_in(tensor, unit.weights.bytes), tensor.host)
     assert unit.nbytes >= unit.tensors[-1].offset + unit.tensors[-1].nbytes
-
-
-def test_a_unit_gathers_what_its_user_has_changed():
-    model = nn.Linear(3, 5)
-    model.bias.requires_grad_(False)
-    arena = HostArena(torch.device("cpu"))
-    (unit,) = cut(model, [CutPoint("all", model)]).units
-    unit.bring_home(arena)
-    block, held = unit.weights, arena.pageable_bytes
-    unit.gather(arena)
-    assert unit.weights is block
-    model.bias.requires_grad_(True)
-    model.weight.data = torch.ones(5, 3)
-    new = model.bias = nn.Parameter(torch.full((5,), 2.0))
-    weight, bias = unit.tensors
-    assert unit.strays() == [weight]
-    unit.gather(arena)
-    assert unit.strays() == []
-    assert unit.weights is not block
-    assert bias.host is new
-    assert bias.gradient.shape == (5,)
-    assert (data_in(weight, unit.weights.bytes) == 1).all()
-    assert (data_in(bias, unit.weights.bytes) == 2).all()
-    assert arena.pageable_bytes == held + bias.nbytes
 
 
 def test_meta_tensors_are_put_back_in_their_modules():

@@ -15,6 +15,7 @@ from offload.torch_private.running_microbatch import running
 from offload.weights.units.partition import CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.stand_in import StandIn, StandIns
 from offload.weights.windows.stand_ins import drop_stand_ins, install_stand_ins, remove_stand_ins
 from tests.offload.helpers.units import data_in
 
@@ -50,6 +51,11 @@ def unit(net: Net) -> OffloadUnit:
 
 
 @pytest.fixture
+def stand_ins(unit: OffloadUnit) -> list[StandIn]:
+    return StandIns([unit])[unit]
+
+
+@pytest.fixture
 def slot(unit: OffloadUnit) -> Iterator[DeviceSlot]:
     """A slot that has the unit's bytes."""
     streams = registry.acquire("cpu")
@@ -80,10 +86,10 @@ def sink() -> Sink:
 
 
 def test_modules_hold_views_of_the_slot_until_stand_ins_are_removed(
-    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+    net: Net, unit: OffloadUnit, stand_ins: list[StandIn], slot: DeviceSlot, sink: Sink
 ):
     host = dict(net.named_parameters()) | dict(net.named_buffers())
-    install_stand_ins(unit, slot, sink, ())
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     inside = dict(net.named_parameters()) | dict(net.named_buffers())
     for name, tensor in inside.items():
         is_view = tensor.untyped_storage().data_ptr() == slot.bytes.untyped_storage().data_ptr()
@@ -91,30 +97,30 @@ def test_modules_hold_views_of_the_slot_until_stand_ins_are_removed(
         assert is_view == (isinstance(tensor, nn.Parameter) or name == "mask"), name
         assert torch.equal(tensor, host[name]), name
     assert isinstance(net.layer.weight, nn.Parameter)
-    remove_stand_ins(unit, slot)
+    remove_stand_ins(stand_ins, slot)
     outside = dict(net.named_parameters()) | dict(net.named_buffers())
     assert all(outside[name] is tensor for name, tensor in host.items())
 
 
 def test_a_parameter_has_one_stand_in_which_serves_the_next_step_too(
-    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+    net: Net, unit: OffloadUnit, stand_ins: list[StandIn], slot: DeviceSlot, sink: Sink
 ):
     hooked = []
     net.layer.weight.register_hook(hooked.append)
-    install_stand_ins(unit, slot, sink, ())
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     first = net.layer.weight
     loss = net(torch.randn(4, 3)).square().sum()
-    remove_stand_ins(unit, slot)
-    install_stand_ins(unit, slot, sink, ())
+    remove_stand_ins(stand_ins, slot)
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     assert net.layer.weight is first
     loss.backward()
     assert sorted(sink.landed) == ["layer.bias", "layer.weight", "norm.bias", "norm.weight"]
     assert sorted(sink.before_host) == sorted(sink.landed)
     assert len(hooked) == 1
-    remove_stand_ins(unit, slot)
-    drop_stand_ins(unit)
+    remove_stand_ins(stand_ins, slot)
+    drop_stand_ins(stand_ins)
     net.layer.weight.tag = "of the host"
-    install_stand_ins(unit, slot, sink, ())
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     assert net.layer.weight is first
     assert net.layer.weight.tag == "of the host"
     sink.landed.clear()
@@ -124,25 +130,25 @@ def test_a_parameter_has_one_stand_in_which_serves_the_next_step_too(
 
 @pytest.mark.parametrize("done", ["changed", "replaced"])
 def test_a_stand_in_that_is_no_longer_as_it_was_made_serves_no_other_step(
-    done: str, net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+    done: str, net: Net, unit: OffloadUnit, stand_ins: list[StandIn], slot: DeviceSlot, sink: Sink
 ):
-    install_stand_ins(unit, slot, sink, ())
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     first = net.layer.weight
     if done == "changed":
         first.mul_(2)
-    remove_stand_ins(unit, slot)
-    drop_stand_ins(unit)
+    remove_stand_ins(stand_ins, slot)
+    drop_stand_ins(stand_ins)
     if done == "replaced":
         tensor = next(tensor for tensor in unit.tensors if tensor.host is net.layer.weight)
         tensor.host = net.layer.weight = nn.Parameter(torch.ones(3, 3))
-    install_stand_ins(unit, slot, sink, ())
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     assert net.layer.weight is not first
     assert net.norm.weight.grad_fn is not None
 
 
-def test_backward_without_its_mode_is_refused(net: Net, unit: OffloadUnit, slot: DeviceSlot):
+def test_backward_without_its_mode_is_refused(net: Net, unit: OffloadUnit, stand_ins: list[StandIn], slot: DeviceSlot):
     sink = Sink()
-    install_stand_ins(unit, slot, sink, ())
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     loss = net(torch.randn(4, 3)).sum()
     # Nothing but its owner keeps the sink alive: a stand-in may outlive the step.
     del sink
@@ -150,9 +156,11 @@ def test_backward_without_its_mode_is_refused(net: Net, unit: OffloadUnit, slot:
         loss.backward()
 
 
-def test_frozen_parameters_have_stand_ins_without_gradients(net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink):
+def test_frozen_parameters_have_stand_ins_without_gradients(
+    net: Net, unit: OffloadUnit, stand_ins: list[StandIn], slot: DeviceSlot, sink: Sink
+):
     net.layer.requires_grad_(False)
-    install_stand_ins(unit, slot, sink, ())
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     assert not net.layer.weight.requires_grad
     assert net.norm.weight.requires_grad
 
@@ -166,57 +174,64 @@ def test_frozen_parameters_have_stand_ins_without_gradients(net: Net, unit: Offl
     ],
 )
 def test_changed_buffers_are_named_as_the_window_closes(
-    training: bool, replaces: bool, changed: set[str], net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+    training: bool,
+    replaces: bool,
+    changed: set[str],
+    net: Net,
+    unit: OffloadUnit,
+    stand_ins: list[StandIn],
+    slot: DeviceSlot,
+    sink: Sink,
 ):
     net.train(training)
     net.replaces = replaces
-    install_stand_ins(unit, slot, sink, ())
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     with torch.no_grad():
         net(torch.randn(4, 3))
-    found = remove_stand_ins(unit, slot)
-    assert {tensor.name for tensor in found} == changed
+    found = remove_stand_ins(stand_ins, slot)
+    assert {each.tensor.name for each in found} == changed
     if replaces:
         assert found[0].device.item() == 1
-        assert data_in(found[0], slot.bytes).item() == 1
+        assert data_in(found[0].tensor, slot.bytes).item() == 1
 
 
 def test_what_autograd_saves_of_a_buffer_stays_as_the_window_leaves_it(
-    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+    net: Net, unit: OffloadUnit, stand_ins: list[StandIn], slot: DeviceSlot, sink: Sink
 ):
     for count in (1, 2, 3):
-        install_stand_ins(unit, slot, sink, ())
+        install_stand_ins(unit, stand_ins, slot, sink, ())
         net.count += 1
         held = net.count
-        assert [tensor.name for tensor in remove_stand_ins(unit, slot) if tensor.name == "count"]
-        (counted,) = (tensor for tensor in unit.tensors if tensor.name == "count")
-        assert data_in(counted, slot.bytes).item() == held.item() == count
+        assert "count" in [each.tensor.name for each in remove_stand_ins(stand_ins, slot)]
+        (counted,) = (each for each in stand_ins if each.tensor.name == "count")
+        assert data_in(counted.tensor, slot.bytes).item() == held.item() == count
     assert counted.state[0] == 3
 
 
 def test_a_large_buffer_counts_the_changes_that_forwards_make(
-    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+    net: Net, unit: OffloadUnit, stand_ins: list[StandIn], slot: DeviceSlot, sink: Sink
 ):
-    (mask,) = (tensor for tensor in unit.tensors if tensor.name == "mask")
-    install_stand_ins(unit, slot, sink, ())
+    (mask,) = (each for each in stand_ins if each.tensor.name == "mask")
+    install_stand_ins(unit, stand_ins, slot, sink, ())
     net.mask.logical_not_().logical_not_()
     inside = mask.state[0]
-    remove_stand_ins(unit, slot)
+    remove_stand_ins(stand_ins, slot)
     assert mask.state[0] == inside == 2
-    install_stand_ins(unit, slot, sink, ())
-    remove_stand_ins(unit, slot)
-    drop_stand_ins(unit)
+    install_stand_ins(unit, stand_ins, slot, sink, ())
+    remove_stand_ins(stand_ins, slot)
+    drop_stand_ins(stand_ins)
     assert mask.state[0] == 2
 
 
 def test_microbatches_side_by_side_have_each_a_share_of_a_stand_in(
-    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+    net: Net, unit: OffloadUnit, stand_ins: list[StandIn], slot: DeviceSlot, sink: Sink
 ):
     shares = []
     for microbatch in (0, 1, 0):
         with running(microbatch):
-            install_stand_ins(unit, slot, sink, ())
+            install_stand_ins(unit, stand_ins, slot, sink, ())
         shares.append(net.layer.weight)
-        remove_stand_ins(unit, slot)
+        remove_stand_ins(stand_ins, slot)
     assert shares[0] is shares[2]
     assert shares[0] is not shares[1]
     assert isinstance(shares[1], nn.Parameter)
@@ -224,7 +239,7 @@ def test_microbatches_side_by_side_have_each_a_share_of_a_stand_in(
     (1e8 * shares[0] - 1e8 * shares[0] + shares[1] + shares[1]).sum().backward()
     assert sink.landed == ["layer.weight"]
     assert torch.equal(net.layer.weight.grad, torch.full((3, 3), 2.0))
-    drop_stand_ins(unit)
+    drop_stand_ins(stand_ins)
     with running(0):
-        install_stand_ins(unit, slot, sink, ())
+        install_stand_ins(unit, stand_ins, slot, sink, ())
     assert net.layer.weight is not shares[0]
