@@ -191,7 +191,9 @@ class WeightStreamer:
             check_what_trains(unit)
             if self._has_gradient_homes:
                 for tensor in unit.trained:
-                    tensor.gradient.ensure_memory(self.arena)
+                    if tensor.gradient.memory is None:
+                        # It was frozen when the mode was attached.
+                        tensor.gradient.make_memory(self.arena)
 
     def _end_updates(self, unit: OffloadUnit) -> None:
         self._updates.before_onload(unit)

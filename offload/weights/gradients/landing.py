@@ -231,7 +231,8 @@ class GradientLanding:
             if not slot.memory.is_meta and count_references(slot.memory) > 1:
                 # Somebody still uses the last one in this memory.
                 slot.memory = None
-        slot.ensure_memory(self._arena)
+        if slot.memory is None:
+            slot.make_memory(self._arena)
         if sent := self.offloader.land(unit, tensor, gradient, is_final):
             self._have_left(sent)
 

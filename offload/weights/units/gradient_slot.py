@@ -40,10 +40,9 @@ class GradientSlot:
         """Gives the gradient host memory: uint8 with a storage of its own, so that its users can be counted."""
         self.memory = self.over(memory)
 
-    def ensure_memory(self, arena: HostArena) -> None:
-        """Gives a gradient that has none host memory, as that of a parameter that was frozen when attached."""
-        if self.memory is None:
-            self.lie_in(arena.allocate(self._piece.nbytes, f"gradient of {self._name}").bytes)
+    def make_memory(self, arena: HostArena) -> None:
+        """Gives the gradient a block of its own."""
+        self.lie_in(arena.allocate(self._piece.nbytes, f"gradient of {self._name}").bytes)
 
     def begin_step(self) -> None:
         """Forgets what the last step has noted."""

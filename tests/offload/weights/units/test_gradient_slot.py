@@ -17,7 +17,7 @@ def is_held(tensor: UnitTensor) -> bool:
 
 def test_the_users_of_a_gradient_are_seen():
     tensor = tensor_of(nn.Parameter(torch.ones(5, 3)))
-    tensor.gradient.ensure_memory(HostArena(torch.device("cpu")))
+    tensor.gradient.make_memory(HostArena(torch.device("cpu")))
     assert not is_held(tensor)
     row = tensor.gradient.memory[0]
     assert is_held(tensor)
@@ -31,11 +31,9 @@ def test_the_users_of_a_gradient_are_seen():
     assert same is tensor.gradient.memory
 
 
-def test_memory_is_made_once_and_only_where_there_is_none():
+def test_memory_of_its_own_has_the_shape_and_dtype_of_the_parameter():
     tensor, arena = tensor_of(nn.Parameter(torch.ones(5, 3, dtype=torch.bfloat16))), HostArena(torch.device("cpu"))
-    tensor.gradient.ensure_memory(arena)
+    tensor.gradient.make_memory(arena)
     memory = tensor.gradient.memory
     assert (memory.shape, memory.dtype) == ((5, 3), torch.bfloat16)
     assert arena.pageable_bytes == tensor.nbytes
-    tensor.gradient.ensure_memory(arena)
-    assert tensor.gradient.memory is memory
