@@ -6,7 +6,7 @@ a byte range of a storage, and every view of it that is saved shares the copy.
 Lifecycle of a swapped span
 ---------------------------
 State        Entered by                                 Order on the device
-leaving      `SpanCopies.send`, when a tensor          d2h waits for compute, which wrote the bytes, and for
+leaving      `SpanCopies.send`, when a tensor           d2h waits for compute, which wrote the bytes, and for
              is saved for the first time                `block.used`, the last copy that used the host block.
                                                         `leaving` refers to the memory until the copy is done.
 on the host  `StashedTensors` and `DeferredFrees`, one  compute waits for `leaving.done` before the reference to the
@@ -14,10 +14,10 @@ on the host  `StashedTensors` and `DeferredFrees`, one  compute waits for `leavi
              room, or at the end of the step            order of compute, cannot overwrite it under the copy.
 (in place)   somebody else still references the         none: `original` returns the storage, nothing is copied.
              storage
-coming back  `SpanCopies.fetch`, when backward         h2d waits for compute: for what used the new memory before,
+coming back  `SpanCopies.fetch`, when backward          h2d waits for compute: for what used the new memory before,
              asks for it, or ahead of that              and, since compute waited for it, for the copy out.
              (`is_ahead`)
-in use       `SpanCopies.wait_for`, when backward      compute waits for `device_copy.done`, and is then listed in
+in use       `SpanCopies.wait_for`, when backward       compute waits for `device_copy.done`, and is then listed in
              asks for it                                `ready_on`. Another compute stream gets a copy of its own.
 on the host  `tensor_unpacked`, when every tensor was   none: autograd has the only references to the memory, and
              unpacked in this pass                      compute has waited. A copy that no stream waited for goes

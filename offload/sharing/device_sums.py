@@ -38,20 +38,32 @@ def offer(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 class _StepBucket:
-    """A bucket in one step. `is_trusted`: in the step before each of its gradients landed once.
-
-    `complete` marks where all of its gradients have landed.
-    """
+    """A bucket in one step: how often its gradients have `landed` in the last microbatch, and where: `complete`."""
 
     def __init__(self, bucket: GradientBucket, number: int, streams: Streams):
         self.bucket = bucket
         self.complete = Points(streams)
-        self.is_trusted = False
-        self.missing = set(bucket.parameters)
+        self.landed: Counter[nn.Parameter] = Counter()
+        self._landed_once_before = False
         self._name = f"gradients of bucket {number} on the device"
 
     def __str__(self) -> str:
         return self._name
+
+    @property
+    def landed_once(self) -> bool:
+        """True where each of the gradients has landed, and none of them again."""
+        return len(self.landed) == len(self.bucket.parameters) == self.landed.total()
+
+    @property
+    def is_complete(self) -> bool:
+        """True where no more is expected: the gradients have landed as they did in the step before."""
+        return self._landed_once_before and self.landed_once
+
+    def begin_step(self) -> None:
+        self._landed_once_before = self.landed_once
+        self.landed.clear()
+        self.complete.clear()
 
 
 class DeviceSums:
@@ -82,11 +94,10 @@ class DeviceSums:
         self._buckets = [_StepBucket(bucket, number, self._streams) for number, bucket in enumerate(buckets)]
         self._complete: list[int] = []
         self._complete_since_offer = 0
-        # Of those, the ones whose point of compute is not recorded yet: a hook of the last gradient may follow.
-        self._unrecorded: list[_StepBucket] = []
+        # The last of those, while its point of compute is not recorded: a hook of its last gradient may follow.
+        self._unrecorded: _StepBucket | None = None
         # Sums that wait for the end of backward, which may still read the memory of their gradients.
         self._unspread: list[tuple[_StepBucket, Tensor]] = []
-        self._landed: Counter[nn.Parameter] = Counter()
         self._is_last_microbatch = False
         self._done: Event | None = None
         # Hooks of the parameters themselves would change the order of microbatches that a mode chooses. A parameter
@@ -98,15 +109,11 @@ class DeviceSums:
         ]
 
     def begin_step(self) -> None:
-        once = {parameter for parameter, times in self._landed.items() if times == 1}
         for bucket in self._buckets:
-            bucket.is_trusted = once.issuperset(bucket.bucket.parameters)
-            bucket.missing = set(bucket.bucket.parameters)
-            bucket.complete.clear()
-        self._landed.clear()
+            bucket.begin_step()
         self._complete.clear()
         self._complete_since_offer = 0
-        self._unrecorded.clear()
+        self._unrecorded = None
         self._unspread.clear()
         self.summed.clear()
 
@@ -167,21 +174,19 @@ class DeviceSums:
         bucket = self._buckets[number]
         self._streams.writes(self._streams.compute, bucket, "backward")
         bucket.complete.note()
-        self._landed[parameter] += 1
-        if self._landed[parameter] > 1:
-            bucket.is_trusted = False
-            if number in self._complete:
-                self._complete.remove(number)
-        bucket.missing.discard(parameter)
-        if not bucket.missing and bucket.is_trusted:
+        bucket.landed[parameter] += 1
+        if bucket.is_complete:
             self._complete.append(number)
             self._complete_since_offer += 1
-            self._unrecorded.append(bucket)
+            self._unrecorded = bucket
+        elif number in self._complete:
+            # It came a second time.
+            self._complete.remove(number)
 
     def _record_complete(self) -> None:
-        for bucket in self._unrecorded:
-            bucket.complete.record()
-        self._unrecorded.clear()
+        if self._unrecorded is not None:
+            self._unrecorded.complete.record()
+            self._unrecorded = None
 
     def _sum(self, bucket: _StepBucket) -> None:
         streams, gather = self._streams, self._streams.gather
