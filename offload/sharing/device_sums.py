@@ -189,8 +189,10 @@ class DeviceSums:
             self._unrecorded = None
 
     def _sum(self, bucket: _StepBucket) -> None:
-        streams, gather = self._streams, self._streams.gather
-        room = self._room_for(bucket)
+        streams, gather, gradients, room = self._streams, self._streams.gather, bucket.bucket, None
+        # Whether gradients share memory may differ from sharer to sharer. Their sizes do not: all have room, or none.
+        if self._links.sums_own_memory and self._ring.has_room(gradients.nbytes):
+            (room,) = self._ring.take([(gradients.dtype, gradients.length)], f"room for {bucket}")
         # Not for what compute was given since: the host may be far ahead of it.
         bucket.complete.hold_up(gather)
         streams.writes(gather, bucket, "sum")
@@ -200,7 +202,7 @@ class DeviceSums:
         finally:
             # Also where a sharer is lost: the end of the step, which waits for it, would hide that.
             self._done.record(gather)
-        self.summed.update(bucket.bucket.parameters)
+        self.summed.update(gradients.parameters)
 
     def _add_up(self, bucket: _StepBucket, room: PendingFree | None) -> None:
         streams, gradients = self._streams, bucket.bucket
@@ -222,14 +224,3 @@ class DeviceSums:
                     self._links.sum_in_place(addends, f"the {bucket}")
             if is_read:
                 self._unspread.append((bucket, flat))
-
-    def _room_for(self, bucket: _StepBucket) -> PendingFree | None:
-        """Returns memory of the ring for a bucket, where that is better and has room: so it has on all sharers.
-
-        Whether gradients share memory may differ from sharer to sharer. Their sizes do not.
-        """
-        gradients = bucket.bucket
-        if not self._links.sums_own_memory or not self._ring.has_room(gradients.nbytes):
-            return None
-        (room,) = self._ring.take([(gradients.dtype, gradients.length)], f"room for {bucket}")
-        return room

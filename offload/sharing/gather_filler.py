@@ -25,6 +25,7 @@ from offload.sharing.summing import GradientSum
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer, profiled
 from offload.weights.gradients.landing import GradientLanding
+from offload.weights.gradients.updates import Updates
 from offload.weights.prefetching.filler import Filler, Forecast
 from offload.weights.units.partition import CutModel
 from offload.weights.units.unit import OffloadUnit
@@ -34,19 +35,12 @@ from offload.weights.units.unit_tensor import UnitTensor
 END_OF_STEP = -1
 # Or: gradients are to be summed, whatever the others are about to do.
 SUMS_ALONE = -2
-
-# What a sharer says of a unit that is to be fetched: an update of it has not ended. From PLACE_BIT on follows the place
-# of its slot.
-PENDING, PLACE_BIT = 1, 1
+# The numbers by which a sharer says what it is about to do.
+FETCH_NUMBERS = 4
 
 
 class GatherFiller(Filler):
-    """Units whose home this process shares with `sharers`, of which there are several, and the sums of their gradients.
-
-    Every sharer fetches the same units in the same order. Before each fetch the hosts exchange what they are about to
-    fetch: so sharers whose forwards differ raise an error, where they would wait for each other for ever, or take bytes
-    of one unit for those of another. With it goes which units have all their gradients: what all have is summed.
-    """
+    """Units whose home this process shares with `sharers`, of which there are several; makes the sum of gradients."""
 
     follows_uses = True
     has_gradient_homes = False
@@ -59,14 +53,11 @@ class GatherFiller(Filler):
         self._sharers = sharers
         super().__init__(cut, transfer, arena, gradient_bytes)
         self._links = links_of(sharers, transfer.streams)
-        self._units = cut.units
+        self._agreement = Agreement(sharers, cut.units)
         self._sum_homes: dict[OffloadUnit, SumHome] = {}
-        self._gradients: GradientSum | None = None
         self._in_step = False
         # Where each sharer gathers the unit that is filled next: the places of their slots.
-        self._places: list[int] = []
-        self._last_in_backward: OffloadUnit | None = None
-        self._not_agreed_on: OffloadUnit | None = None
+        self._places: list[int] | None = None
 
     def _make_homes(self, cut: CutModel, gradient_bytes: int) -> tuple[HostArena, int]:
         """Returns an arena that all sharers map, and the bytes of a unit with the padding of its slices."""
@@ -99,9 +90,10 @@ class GatherFiller(Filler):
             # Else what stays on the devices is summed in the room of what streams, or by collectives.
             sums = [bucket.nbytes for bucket in buckets]
         ring = SumRing(links, self._streams, ring_bytes(sums))
-        stays = DeviceSums(sharers, links, ring, buckets, self._transfer, agree=self._agree_on_sums)
-        self._gradients = GradientSum(sharers, links, ring, self._sum_homes, stays, self._transfer, gradients)
-        gradients.destination = self._gradients
+        stays = DeviceSums(sharers, links, ring, buckets, self._transfer, agree=self._agreement.on_sums)
+        gradients.destination = self._agreement.gradients = GradientSum(
+            sharers, links, ring, self._sum_homes, stays, self._transfer, gradients
+        )
         # From here on the homes have the values that anybody gives them.
         meet(sharers, "attaching the model")
 
@@ -147,84 +139,32 @@ class GatherFiller(Filler):
         self._streams.h2d.wait_event(slot.ready)
 
     def is_ready(self, unit: OffloadUnit, slot: DeviceSlot) -> bool:
+        if not self._in_step:
+            return super().is_ready(unit, slot)
         # In a step all sharers fetch the unit, or none.
-        return self._agree(unit, slot, ahead=True) if self._in_step else super().is_ready(unit, slot)
+        place = self._links.place_of(slot.bytes)
+        self._places = self._agreement.on_fetch(unit, place, self.updates, ahead=True)
+        return self._places is not None
 
     def await_ready(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         if not self._in_step:
             super().await_ready(unit, slot)
             return
-        while not self._agree(unit, slot, ahead=False):
-            pass
-
-    def _agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool) -> bool:
-        """Agrees with the sharers on a fetch into `slot`; False if an update of the unit has not ended on one.
-
-        An update counts that begins with this exchange. `ahead`: the unit is fetched ahead of its use. Raises
-        RuntimeError if a sharer is about to do something else.
-        """
-        name = f"the fetch of {unit} {'ahead of its use' if ahead else 'for its use'}"
-        exchanged = None
-        while exchanged is None:
-            pending = ahead and self.updates.is_pending(unit)
-            if not pending:
-                # Before, because others may copy what this process updates.
-                self.updates.before_onload(unit)
-            had_begun = unit.has_begun_updates
-            flags = PENDING * pending | self._links.place_of(slot.bytes) << PLACE_BIT
-            exchanged = self._exchange(unit.index, ahead, flags, name, everywhere=False)
-        found, _ = exchanged
-        self._places = [flags >> PLACE_BIT for flags in found]
-        return not any(flags & PENDING for flags in found) and unit.has_begun_updates == had_begun
+        self._places, place = None, self._links.place_of(slot.bytes)
+        while self._places is None:
+            self._places = self._agreement.on_fetch(unit, place, self.updates, ahead=False)
 
     def note_use(self, unit: OffloadUnit, in_backward: bool) -> None:
-        """Takes the use of a unit in a step. Where it is another than the last one in backward, all sharers agree.
-
-        So gradients are summed also where units that are still in their slots are not fetched again. All hosts come to
-        this, while only the sharers of one host take part in a fetch. On one host a fetch before `look_ahead` will do.
-        """
-        if in_backward and unit is not self._last_in_backward:
-            self._not_agreed_on = unit
-            if self._sharers.hosts > 1:
-                self._agree_on_use()
-        self._last_in_backward = unit if in_backward else None
+        self._agreement.note_use(unit, in_backward)
 
     def look_ahead(self, forecast: Forecast) -> None:
         if self._in_step:
-            self._agree_on_use()
-
-    def _agree_on_use(self) -> None:
-        """Agrees on the use that was noted last, unless the sharers have exchanged their gradients since."""
-        unit, self._not_agreed_on = self._not_agreed_on, None
-        if unit is not None:
-            while self._exchange(unit.index, False, 0, f"the use of {unit} in backward", everywhere=True) is None:
-                pass
+            self._agreement.on_use()
 
     def end_uses(self) -> None:
-        """Sums the gradients that all sharers have and have not summed yet; the others go home.
-
-        Raises RuntimeError if a sharer fetches another unit in this step, which this one has ended.
-        """
-        exchanged = None
-        # Until there was nothing left to sum.
-        while exchanged is None or exchanged[1]:
-            exchanged = self._exchange(END_OF_STEP, False, 0, "the end of a step", everywhere=True)
-        self._gradients.give_up_rest()
-
-    def _agree_on_sums(self) -> None:
-        """Sums the gradients that all sharers have now, between two of their fetches.
-
-        Not every sharer has to call it, or as often as another: the others repeat the exchange that they have come to.
-        Over several hosts, which exchange in two kinds of circles, it does nothing.
-        """
-        if self._sharers.hosts == 1:
-            self._exchange(SUMS_ALONE, False, 0, "a sum of gradients", everywhere=False)
+        self._agreement.on_end()
 
     def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
-        """Queues the copy of this process's slice and the gather of all.
-
-        The slot is as large as the unit's slices with their padding.
-        """
         if not self._in_step:
             super().fill(unit, slot)
             return
@@ -234,37 +174,109 @@ class GatherFiller(Filler):
         self._transfer.copy_in(slot.bytes[start:end], unit.weights.bytes[start:end], done=copied, what=what)
         gather.wait_event(copied)
         self._streams.writes(gather, slot, f"gather of {unit}")
+        # The slot has room for all slices with their padding.
         with profiled(f"gather {what}"), self._streams.on(gather):
             self._links.gather(slot.bytes[: slices.padded_bytes], self._places, what)
         slot.ready.record(gather)
 
-    def _exchange(
-        self, index: int, ahead: bool, flags: int, what: str, everywhere: bool
-    ) -> tuple[list[int], bool] | None:
-        """Returns the flags of each sharer, and whether gradients were summed.
 
-        None where a sharer came for sums alone: what the others came for is to be asked anew, as updates may have
-        begun behind these sums.
-        `everywhere`: with the sharers of all hosts, who sum gradients together.
+class Agreement:
+    """Agrees with `sharers`, before anything that all do in a step, on what that is, and on the sums that come first.
+
+    Every sharer fetches the same units in the same order. Before each fetch the hosts exchange what they are about to
+    fetch: so sharers whose forwards differ raise a RuntimeError, where they would wait for each other for ever, or take
+    bytes of one unit for those of another. With it goes which of the `gradients` are complete: what all have is summed.
+    """
+
+    def __init__(self, sharers: Sharers, units: Sequence[OffloadUnit]):
+        self.gradients: GradientSum | None = None
+        self._sharers, self._units = sharers, units
+        self._last_in_backward: OffloadUnit | None = None
+        self._not_agreed_on: OffloadUnit | None = None
+
+    def on_fetch(self, unit: OffloadUnit, place: int, updates: Updates, ahead: bool) -> list[int] | None:
+        """Returns the places of all sharers' slots, of which this one's is `place`.
+
+        None if an update of the unit has not ended on one; an update counts that begins with this exchange. `ahead`:
+        the unit is fetched ahead of its use.
         """
+        name, exchanged = f"the fetch of {unit} {'ahead of its use' if ahead else 'for its use'}", None
+        while exchanged is None:
+            pending = ahead and updates.is_pending(unit)
+            if not pending:
+                # Before, because others may copy what this process updates.
+                updates.before_onload(unit)
+            had_begun = unit.has_begun_updates
+            exchanged = self._exchange(name, [unit.index, int(ahead), int(pending), place])
+        found, _ = exchanged
+        is_ready = unit.has_begun_updates == had_begun and not any(pending for _, _, pending, *_ in found)
+        return [place for _, _, _, place, *_ in found] if is_ready else None
+
+    def note_use(self, unit: OffloadUnit, in_backward: bool) -> None:
+        """Takes the use of a unit in a step. Where it is another than the last one in backward, all sharers agree.
+
+        So gradients are summed also where units that are still in their slots are not fetched again. All hosts come to
+        this, while only the sharers of one host take part in a fetch. On one host a fetch before `on_use` will do.
+        """
+        if in_backward and unit is not self._last_in_backward:
+            self._not_agreed_on = unit
+            if self._sharers.hosts > 1:
+                self.on_use()
+        self._last_in_backward = unit if in_backward else None
+
+    def on_use(self) -> None:
+        """Agrees on the use that was noted last, unless the sharers have exchanged their gradients since."""
+        unit, self._not_agreed_on = self._not_agreed_on, None
+        if unit is not None:
+            while self._exchange(f"the use of {unit} in backward", [unit.index], everywhere=True) is None:
+                pass
+
+    def on_sums(self) -> None:
+        """Sums the gradients that all sharers have now, between two of their fetches.
+
+        Not every sharer has to call it, or as often as another: the others repeat the exchange that they have come to.
+        Over several hosts, which exchange in two kinds of circles, it does nothing.
+        """
+        if self._sharers.hosts == 1:
+            self._exchange("a sum of gradients", [SUMS_ALONE])
+
+    def on_end(self) -> None:
+        """Sums the gradients that all sharers have and have not summed yet; the others go home.
+
+        Raises RuntimeError if a sharer fetches another unit in this step, which this one has ended.
+        """
+        exchanged = None
+        # Until there was nothing left to sum.
+        while exchanged is None or exchanged[1]:
+            exchanged = self._exchange("the end of a step", [END_OF_STEP], everywhere=True)
+        self.gradients.give_up_rest()
+
+    def _exchange(self, what: str, own: list[int], everywhere: bool = False) -> tuple[list[list[int]], bool] | None:
+        """Returns the numbers of each sharer, of which this one's are `own`, and whether gradients were summed.
+
+        They are the index of a unit (or END_OF_STEP, or SUMS_ALONE), and for a fetch whether it is ahead of the use,
+        whether an update has not ended, and the place of the slot. None where a sharer came for sums alone: what the
+        others came for is to be asked anew, as updates may have begun behind these sums. `everywhere`: with the sharers
+        of all hosts, who sum gradients together.
+        """
+        own = [*own, *[0] * (FETCH_NUMBERS - len(own))]
         sharers = self._sharers
         sums = everywhere or sharers.hosts == 1
-        offers = self._gradients.offers() if sums else ()
         # On one host there is one kind of exchange, so that a sharer at its end meets one that still fetches.
         everywhere = everywhere and sharers.hosts > 1
-        found = sharers.exchange((index, int(ahead), flags, *offers), what, everywhere=everywhere)
+        found = sharers.exchange([*own, *self.gradients.offers()] if sums else own, what, everywhere=everywhere)
         for rank, theirs in enumerate(found, start=0 if everywhere else sharers.first):
-            if SUMS_ALONE not in (index, theirs[0]) and theirs[:2] != [index, int(ahead)]:
+            if SUMS_ALONE not in (own[0], theirs[0]) and theirs[:2] != own[:2]:
                 raise RuntimeError(
                     f"rank {sharers.first + sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}:"
                     f" processes that share weights must use them in the same order; {OWN_HOMES}"
                 )
-        summed = sums and self._gradients.sum_common([theirs[3:] for theirs in found])
+        summed = sums and self.gradients.sum_common([theirs[FETCH_NUMBERS:] for theirs in found])
         if any(theirs[0] == SUMS_ALONE for theirs in found):
             return None
         if sums:
             self._not_agreed_on = None
-        return [theirs[2] for theirs in found], summed
+        return found, summed
 
     def _named(self, index: int) -> str:
         if index == END_OF_STEP:

@@ -96,10 +96,21 @@ class GradientSum(Destination):
         self.on_device.last_microbatch()
 
     def take(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> bool:
-        if not self._takes(unit, tensor):
-            return False
-        self.land(unit, tensor, gradient)
-        return True
+        home = self._homes[unit].gradients.get(tensor)
+        if home is None:
+            raise RuntimeError(
+                f"{tensor.name} trains, and was frozen when processes began to share its unit: unfreeze it before the"
+                f" mode is attached; {OWN_HOMES}"
+            )
+        if tensor.host.grad is home and tensor not in self._summed:
+            raise RuntimeError(
+                f"the gradient of {tensor.name} is a sum over several processes, which nothing more is added to: set it"
+                " to None before the next step (optimizer.zero_grad)"
+            )
+        takes = self._is_summed(unit, tensor) or (self._are_final and tensor.host.grad is None)
+        if takes:
+            self.land(unit, tensor, gradient)
+        return takes
 
     def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
         """Takes a gradient of the last microbatch, or a further piece of it.
@@ -129,25 +140,6 @@ class GradientSum(Destination):
         if held.is_complete:
             held.kept = held.kept or self._room_for_updates(unit, held.layout)
             held.complete.record()
-
-    def _takes(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:
-        """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
-
-        Raises RuntimeError where it would be added to a sum, and for a tensor that was frozen when the sharers made the
-        memory of gradients and states.
-        """
-        home = self._homes[unit].gradients.get(tensor)
-        if home is None:
-            raise RuntimeError(
-                f"{tensor.name} trains, and was frozen when processes began to share its unit: unfreeze it before the"
-                f" mode is attached; {OWN_HOMES}"
-            )
-        if tensor.host.grad is home and tensor not in self._summed:
-            raise RuntimeError(
-                f"the gradient of {tensor.name} is a sum over several processes, which nothing more is added to: set it"
-                " to None before the next step (optimizer.zero_grad)"
-            )
-        return self._is_summed(unit, tensor) or (self._are_final and tensor.host.grad is None)
 
     def check_host_use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
         if self._is_summed(unit, tensor):
