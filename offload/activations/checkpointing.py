@@ -34,12 +34,8 @@ def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:
     recompute. Call this after an offload mode has attached, so that the recompute, too, has the mode's weights in
     place; attaching afterwards is refused for blocks with buffers of their own.
 
-    In a checkpoint of torch around it a block is left to that one.
-
-    Copies of a block (deepcopy, `torch.save`) do not recompute.
-
-    Returns:
-        A function that restores the `forward` of every block.
+    In a checkpoint of torch around it a block is left to that one. Copies of a block (deepcopy, `torch.save`) do not
+    recompute. The function that is returned restores the `forward` of every block.
     """
     # A block that is listed twice (layers that share weights) is wrapped once.
     recomputed = [_Recomputed(block) for block in dict.fromkeys(blocks)]

@@ -40,15 +40,14 @@ class ExcludedStorages:
     @contextmanager
     def during(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Excludes the storages of `tensors` for the length of the block."""
-        keys = [self.add(tensor) for tensor in tensors]
+        keys = [key for tensor in tensors if (key := self.add(tensor)) is not None]
         try:
             yield
         finally:
             for key in keys:
-                if key is not None:
-                    self._storages[key].pop()
-                    if not self._storages[key]:
-                        del self._storages[key]
+                self._storages[key].pop()
+                if not self._storages[key]:
+                    del self._storages[key]
 
 
 class SavedSpan(NamedTuple):

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 
 from offload.activations.host_pool import PooledBlock
-from offload.activations.policy import SpanRecord
+from offload.activations.policy import Outcome, SpanRecord
 from offload.memory.host_memory import ALIGNMENT_BYTES
 from offload.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
 from offload.streams.registry import Stream
@@ -184,8 +184,13 @@ class SpanCopies:
         self._streams = transfer.streams
 
     def note_use(self, span: SwappedSpan) -> None:
-        """Notes that backward uses a span for the first time."""
-        self.unpacked_bytes += span.record.nbytes
+        """Notes that backward uses a span for the first time, and how its memory has fared until then."""
+        record = span.record
+        if span.storage.expired():
+            record.outcome = Outcome.RELEASED
+        else:
+            record.outcome = Outcome.STASHED if span.is_leaving else Outcome.REFERENCED
+        self.unpacked_bytes += record.nbytes
         if self.unpacked_bytes > 2 * (self._in_flight_bytes + self.stashed.nbytes):
             # Backward is past the tensors that were saved last: their copies out are long done, release their memory.
             self.stashed.release()

@@ -200,10 +200,11 @@ class ActivationSwapper:
 
     def _unpack_swapped(self, packed: PackedTensor) -> torch.Tensor:
         packed.check()
-        span = packed.span
+        span, record = packed.span, packed.span.record
         storage, start = span.original(), 0
-        if self._step.use(span.record):
-            self._note_first_use(span)
+        if self._step.use(record):
+            self._copies.note_use(span)
+            self.released_bytes += record.nbytes if record.outcome is Outcome.RELEASED else 0
         if storage is None:
             storage, start = self._copy_of(span), span.byte_range.start
         else:
@@ -217,23 +218,12 @@ class ActivationSwapper:
             # The allocator reuses memory in the order of the stream that it was allocated on: not on this one.
             self._copies.abandon(span)
         if span.device_copy is None:
-            dropped = span.dropped(self._streams.compute)
-            if dropped is not None:
+            if (dropped := span.dropped(self._streams.compute)) is not None:
                 return dropped
             self._fetch(span)
         self._copies.mark_ahead(span, False)
         self._prefetch_after(span)
         return self._copies.wait_for(span)
-
-    def _note_first_use(self, span: SwappedSpan) -> None:
-        """Records how the memory of a span has fared until its first use."""
-        record = span.record
-        if span.storage.expired():
-            record.outcome = Outcome.RELEASED
-            self.released_bytes += record.nbytes
-        else:
-            record.outcome = Outcome.STASHED if span.is_leaving else Outcome.REFERENCED
-        self._copies.note_use(span)
 
     def _fetch(self, span: SwappedSpan) -> None:
         self._copies.fetch(span)
@@ -251,9 +241,8 @@ class ActivationSwapper:
             if self._copies.ahead_bytes >= limit:
                 return
             # A span of a later pass was used by this backward already; its graph drops it, or keeps it for another.
-            if span is None or span.device_copy is not None or span.pass_number > pass_number:
-                continue
-            if not span.storage.expired():
+            is_away = span is not None and span.device_copy is None and span.storage.expired()
+            if not is_away or span.pass_number > pass_number:
                 continue
             if self._copies.ahead_bytes and self._copies.ahead_bytes + span.byte_range.nbytes > limit:
                 return

@@ -20,7 +20,7 @@ from offload.sharing.links import links_of
 from offload.sharing.shared_memory import in_pages, share_memory
 from offload.sharing.sharers import OWN_HOMES, Sharers, meet
 from offload.sharing.slices import check_divisible, slices_of
-from offload.sharing.sum_memory import SumHome, SumLayout, SumRing, ring_bytes
+from offload.sharing.sum_memory import SumHome, SumRing, ring_bytes
 from offload.sharing.summing import GradientSum
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer, profiled
@@ -35,8 +35,6 @@ from offload.weights.units.unit_tensor import UnitTensor
 END_OF_STEP = -1
 # Or: gradients are to be summed, whatever the others are about to do.
 SUMS_ALONE = -2
-# The numbers by which a sharer says what it is about to do.
-FETCH_NUMBERS = 4
 
 
 class GatherFiller(Filler):
@@ -77,15 +75,12 @@ class GatherFiller(Filler):
 
     def bring_home(self, unit: OffloadUnit) -> None:
         super().bring_home(unit)
-        self._sum_homes[unit] = SumHome(unit, self.homes)
+        self._sum_homes[unit] = SumHome(unit, self.homes, self._sharers)
 
     def join(self, gradients: GradientLanding, on_device: Sequence[nn.Parameter]) -> None:
         sharers, links = self._sharers, self._links
         buckets = list(gradient_buckets(on_device, sharers.count * sharers.hosts))
-        layouts = [
-            SumLayout(unit, unit.trained, home, sharers.count, sharers.rank) for unit, home in self._sum_homes.items()
-        ]
-        sums = [layout.nbytes for layout in layouts]
+        sums = [home.layout().nbytes for home in self._sum_homes.values()]
         if not any(sums) and sharers.hosts == 1:
             # Else what stays on the devices is summed in the room of what streams, or by collectives.
             sums = [bucket.nbytes for bucket in buckets]
@@ -207,7 +202,7 @@ class Agreement:
                 # Before, because others may copy what this process updates.
                 updates.before_onload(unit)
             had_begun = unit.has_begun_updates
-            exchanged = self._exchange(name, [unit.index, int(ahead), int(pending), place])
+            exchanged = self._exchange(name, unit.index, (int(ahead), int(pending), place))
         found, _ = exchanged
         is_ready = unit.has_begun_updates == had_begun and not any(pending for _, _, pending, *_ in found)
         return [place for _, _, _, place, *_ in found] if is_ready else None
@@ -228,7 +223,7 @@ class Agreement:
         """Agrees on the use that was noted last, unless the sharers have exchanged their gradients since."""
         unit, self._not_agreed_on = self._not_agreed_on, None
         if unit is not None:
-            while self._exchange(f"the use of {unit} in backward", [unit.index], everywhere=True) is None:
+            while self._exchange(f"the use of {unit} in backward", unit.index, everywhere=True) is None:
                 pass
 
     def on_sums(self) -> None:
@@ -238,7 +233,7 @@ class Agreement:
         Over several hosts, which exchange in two kinds of circles, it does nothing.
         """
         if self._sharers.hosts == 1:
-            self._exchange("a sum of gradients", [SUMS_ALONE])
+            self._exchange("a sum of gradients", SUMS_ALONE)
 
     def on_end(self) -> None:
         """Sums the gradients that all sharers have and have not summed yet; the others go home.
@@ -248,30 +243,30 @@ class Agreement:
         exchanged = None
         # Until there was nothing left to sum.
         while exchanged is None or exchanged[1]:
-            exchanged = self._exchange("the end of a step", [END_OF_STEP], everywhere=True)
+            exchanged = self._exchange("the end of a step", END_OF_STEP, everywhere=True)
         self.gradients.give_up_rest()
 
-    def _exchange(self, what: str, own: list[int], everywhere: bool = False) -> tuple[list[list[int]], bool] | None:
-        """Returns the numbers of each sharer, of which this one's are `own`, and whether gradients were summed.
+    def _exchange(
+        self, what: str, index: int, fetch: tuple[int, int, int] = (0, 0, 0), everywhere: bool = False
+    ) -> tuple[list[list[int]], bool] | None:
+        """Returns `index` and `fetch` of each sharer, and whether gradients were summed.
 
-        They are the index of a unit (or END_OF_STEP, or SUMS_ALONE), and for a fetch whether it is ahead of the use,
-        whether an update has not ended, and the place of the slot. None where a sharer came for sums alone: what the
-        others came for is to be asked anew, as updates may have begun behind these sums. `everywhere`: with the sharers
-        of all hosts, who sum gradients together.
+        `fetch`: whether it is ahead of the use, whether an update has not ended, and the place of the slot.
+        None where a sharer came for sums alone: what the others came for is to be asked anew, as updates may have
+        begun behind these sums. `everywhere`: with the sharers of all hosts, who sum gradients together.
         """
-        own = [*own, *[0] * (FETCH_NUMBERS - len(own))]
-        sharers = self._sharers
+        sharers, own = self._sharers, [index, *fetch]
         sums = everywhere or sharers.hosts == 1
         # On one host there is one kind of exchange, so that a sharer at its end meets one that still fetches.
         everywhere = everywhere and sharers.hosts > 1
         found = sharers.exchange([*own, *self.gradients.offers()] if sums else own, what, everywhere=everywhere)
         for rank, theirs in enumerate(found, start=0 if everywhere else sharers.first):
-            if SUMS_ALONE not in (own[0], theirs[0]) and theirs[:2] != own[:2]:
+            if SUMS_ALONE not in (index, theirs[0]) and theirs[:2] != own[:2]:
                 raise RuntimeError(
                     f"rank {sharers.first + sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}:"
                     f" processes that share weights must use them in the same order; {OWN_HOMES}"
                 )
-        summed = sums and self.gradients.sum_common([theirs[FETCH_NUMBERS:] for theirs in found])
+        summed = sums and self.gradients.sum_common([theirs[len(own) :] for theirs in found])
         if any(theirs[0] == SUMS_ALONE for theirs in found):
             return None
         if sums:

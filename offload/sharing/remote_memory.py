@@ -124,13 +124,11 @@ class HostPeers(Peers):
     """Those of processes whose device is the CPU."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        count = self._sharers.count
+        count, empty = self._sharers.count, torch.empty(0, dtype=torch.uint8)
         memory = share_memory(self._sharers, count * in_pages(nbytes))
         parts = [memory.take(nbytes) for _ in range(count)]
-        self._regions.append(
-            [torch.frombuffer(part, dtype=torch.uint8) if nbytes else torch.empty(0) for part in parts]
-        )
-        return self._regions[-1][self._sharers.rank] if nbytes else torch.empty(0, dtype=torch.uint8)
+        self._regions.append([torch.frombuffer(part, dtype=torch.uint8) if nbytes else empty for part in parts])
+        return self._regions[-1][self._sharers.rank]
 
     def read(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -208,12 +206,9 @@ class CudaPeers(Peers):
         for rank, theirs in enumerate(found):
             if not theirs:
                 raise cuda_driver.DriverError(f"rank {sharers.first + rank} cannot let others reach its memory")
-        self._regions.append(
-            [
-                own.data_ptr() if rank == sharers.rank else self._address(rank, theirs)
-                for rank, theirs in enumerate(found)
-            ]
-        )
+        region = [0 if rank == sharers.rank else self._address(rank, theirs) for rank, theirs in enumerate(found)]
+        region[sharers.rank] = own.data_ptr()
+        self._regions.append(region)
         return own
 
     def read(self, parts: Sequence[Part]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from offload.memory.host_memory import HostArena, aligned
 from offload.sharing.links import Links
+from offload.sharing.sharers import Sharers
 from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, slices_of
 from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Streams
@@ -26,9 +27,11 @@ SUMS_IN_RING = 2
 
 
 class SumHome:
-    """Memory that processes share for the sums of a unit's gradients: one block, in which each tensor has its place."""
+    """Memory that `sharers` share for the sums of a unit's gradients: one block, in which each tensor has its place."""
 
-    def __init__(self, unit: OffloadUnit, arena: HostArena):
+    def __init__(self, unit: OffloadUnit, arena: HostArena, sharers: Sharers):
+        self._unit, self._sharers = unit, sharers
+        self._layout: SumLayout | None = None
         self.block = arena.allocate(unit.gradient_bytes, f"gradients of {unit}")
         self.offsets: dict[UnitTensor, int] = {}
         self.gradients: dict[UnitTensor, torch.Tensor] = {}
@@ -37,6 +40,13 @@ class SumHome:
             self.offsets[tensor] = end
             self.gradients[tensor] = tensor.gradient.over(self.block.piece(end, tensor.nbytes))
             end += aligned(tensor.nbytes, unit.alignment)
+
+    def layout(self) -> SumLayout:
+        """Returns the layout of the tensors that train now."""
+        trained = self._unit.trained
+        if self._layout is None or self._layout.tensors != trained:
+            self._layout = SumLayout(self._unit, trained, self, self._sharers.count, self._sharers.rank)
+        return self._layout
 
 
 class SumPart(NamedTuple):

@@ -84,7 +84,6 @@ class GradientSum(Destination):
         # Gradients that land are final.
         self._are_final = False
         self._held: dict[OffloadUnit, _UnitGradients] = {}
-        self._layouts: dict[OffloadUnit, SumLayout] = {}
 
     def begin_step(self, norms: bool) -> None:
         self._takes_norms = norms
@@ -126,7 +125,7 @@ class GradientSum(Destination):
         if unit not in self._held:
             if len(self._held) >= WAITING_UNITS:
                 self._give_up(next(iter(self._held)))
-            self._held[unit] = _UnitGradients(self._layout_of(unit), streams)
+            self._held[unit] = _UnitGradients(self._homes[unit].layout(), streams)
         held = self._held[unit]
         landed = held.landed
         if tensor in landed:
@@ -157,10 +156,9 @@ class GradientSum(Destination):
 
         The sharers exchange these numbers, and give those of all to `sum_common`.
         """
-        complete = [unit for unit, held in self._held.items() if held.is_complete]
-        return *offer(
-            [2 * unit.index + self._landing.final.trusts(unit) for unit in complete]
-        ), *self.on_device.offers()
+        trusts = self._landing.final.trusts
+        units = [2 * unit.index + trusts(unit) for unit, held in self._held.items() if held.is_complete]
+        return *offer(units), *self.on_device.offers()
 
     def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
         """Queues the sums of what all sharers have offered, and the copies of its own slices of units home.
@@ -268,10 +266,3 @@ class GradientSum(Destination):
             found[tensor] = PendingFree(room, streams.event(), name, streams.compute)
             streams.writes(streams.compute, found[tensor], "what this memory was used for before")
         return found
-
-    def _layout_of(self, unit: OffloadUnit) -> SumLayout:
-        """Returns the layout of the tensors that train now."""
-        trained = unit.trained
-        if unit not in self._layouts or self._layouts[unit].tensors != trained:
-            self._layouts[unit] = SumLayout(unit, trained, self._homes[unit], self._sharers.count, self._sharers.rank)
-        return self._layouts[unit]

@@ -35,7 +35,7 @@ class Weights(nn.Module):
 
 def unit_of(model: nn.Module) -> tuple[OffloadUnit, SumHome]:
     (unit,) = cut_for_sharers(cut(model, [CutPoint("", model)])).units
-    return unit, SumHome(unit, HostArena(torch.device("cpu")))
+    return unit, SumHome(unit, HostArena(torch.device("cpu")), NO_SHARERS)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -56,6 +56,16 @@ def test_sharers_send_all_of_the_sums_home_each_to_its_place(frozen: bool):
     for number, tensor in enumerate(unit.trained, start=1):
         expected = (torch.arange(tensor.host.numel()) + number).to(tensor.dtype)
         assert torch.equal(home.gradients[tensor], expected)
+
+
+def test_the_layout_is_made_anew_where_other_tensors_train():
+    unit, home = unit_of(Weights())
+    layout = home.layout()
+    assert layout.tensors == unit.trained
+    assert home.layout() is layout
+    unit.trained[1].host.requires_grad_(False)
+    assert home.layout().tensors == unit.trained
+    assert len(unit.trained) == len(layout.tensors) - 1
 
 
 def test_neighbours_go_home_in_one_copy():
