@@ -1,8 +1,8 @@
 """Makes updates of units on a thread of the host, while the device computes the step.
 
-The worker chooses among the updates whose gradients have landed: one whose memory backward waits for, or else those of
-the unit that the next forward needs first. So the updates of a step are hidden behind its own backward and the next
-forward. They are exact: a unit is used after its own updates, and waits for no others.
+The worker chooses, among the updates whose gradients have landed, those of the unit that the next forward needs first.
+So the updates of a step are hidden behind its own backward and the next forward. They are exact: a unit is used after
+its own updates, and waits for no others.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class UnitUpdate:
     def has_landed(self) -> bool:
         return all(event.query() for event in self.landed)
 
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """The lower, the sooner it is to be made."""
-        return not any(isinstance(each, RingBlock) and each.is_wanted for each in self.read), self.first_use
+    def end(self) -> None:
+        """Tells those who wait for it that it has ended, or will not be made."""
+        self.done.set()
+        for each in self.read:
+            if isinstance(each, RingBlock):
+                each.ended.set()
 
 
 class _Queue:
@@ -74,7 +76,7 @@ class _Queue:
         with self._changed:
             if self.error is not None:
                 # As of those that were there when it failed.
-                update.done.set()
+                update.end()
                 return
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
@@ -103,7 +105,7 @@ class _Queue:
                 self._fail(error)
 
     def _next(self) -> UnitUpdate | None:
-        """Waits for the next update: of those that have landed, the one of lowest rank. Returns None at the end."""
+        """Waits for the next update, of those that have landed the one that is used first. Returns None at the end."""
         with self._changed:
             while not self.coming and not self.landed:
                 if self._closed:
@@ -115,7 +117,7 @@ class _Queue:
                 self.landed.append(self.coming.popleft())
             if not self.landed:
                 self.landed.append(self.coming.popleft())
-            first = min(self.landed, key=lambda update: update.rank)
+            first = min(self.landed, key=lambda update: update.first_use)
             # Of those of one unit in the order of their offers: where steps follow at once, a parameter has several.
             return next(update for update in self.landed if update.unit is first.unit)
 
@@ -135,14 +137,14 @@ class _Queue:
             self.landed.remove(update)
             # It refers to gradients, whose memory is used again only when nobody else does.
             update.make = None
-            update.done.set()
+            update.end()
 
     def _fail(self, error: BaseException) -> None:
         # The error first: threads that are woken look for it.
         with self._changed:
             self.error = error
             for update in itertools.chain(self.coming, self.landed):
-                update.done.set()
+                update.end()
             self.coming.clear()
             self.landed.clear()
 

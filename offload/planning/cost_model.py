@@ -129,10 +129,6 @@ def hidden_update_ms(update: UpdateTimes, phases_ms: Sequence[float]) -> tuple[f
     beside_backward = min(update.host_ms * update.inside_share, phases_ms[-1]) if update.begins == "inside" else 0.0
     left_ms = min(update.host_ms - beside_backward, update.left_ms)
     beside_forward = 0.0 if update.begins == "after" else min(left_ms, phases_ms[0])
-    if beside_forward and update.left_ms < math.inf:
-        # A ring is emptied in the order of landing, so what is left is of the units that forward uses first, and is
-        # hidden behind their part of forward alone. Of gradients with homes those are left that forward uses last.
-        beside_forward = min(left_ms, phases_ms[0] * left_ms / update.host_ms)
     return beside_backward, beside_forward
 
 

@@ -200,6 +200,7 @@ def _gathering(device_share: int = 0) -> None:
 def _paced(at_once: bool) -> Iterator[None]:
     """The worker makes each update before its offer returns; or none before somebody waits for one."""
     offer, wait, close, apply = UpdateWorker.offer, CheckedSignal.wait, UpdateWorker.close, HostAdamW.apply
+    take_back = ring.GradientRing._take_back
     gate = threading.Event()
 
     def paced_offer(self, *arguments, **options):
@@ -215,6 +216,10 @@ def _paced(at_once: bool) -> Iterator[None]:
             gate.set()
         wait(self)
 
+    def paced_take_back(self):
+        gate.set()
+        take_back(self)
+
     def paced_close(self):
         gate.set()
         close(self)
@@ -229,6 +234,7 @@ def _paced(at_once: bool) -> Iterator[None]:
         patch.setattr(UpdateWorker, "offer", paced_offer)
         patch.setattr(UpdateWorker, "close", paced_close)
         patch.setattr(CheckedSignal, "wait", paced_wait)
+        patch.setattr(ring.GradientRing, "_take_back", paced_take_back)
         patch.setattr(HostAdamW, "apply", paced_apply)
         yield
 

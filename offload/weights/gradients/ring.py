@@ -1,14 +1,16 @@
-"""A ring of page-locked host memory in which gradients wait for their updates, where nobody else reads them.
+"""Page-locked host memory in which gradients wait for their updates, where nobody else reads them.
 
-Gradients land in it one behind the other, each is read once, by its update, and its memory is then free for the next.
-So host memory for gradients does not grow with the model.
+Each gradient lands in a block of it, is read once, by its update, and its memory is then free for another. So host
+memory for gradients does not grow with the model.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from time import perf_counter
 
 import torch
@@ -35,34 +37,36 @@ def gradient_ring_bytes(units: Sequence[OffloadUnit]) -> int:
 class RingBlock:
     """The bytes `start` to `end` of the ring, which hold one gradient. `tensor` has the parameter's shape and dtype.
 
-    `consumed` is set when the update has read it. `is_wanted`: the host waits for that, so backward stands still.
+    `consumed` is set when the update has read it. Whoever sets it then sets `ended`, which all blocks have in common.
     """
 
     tensor: torch.Tensor
     start: int
     end: int
     name: str
+    ended: threading.Event
     consumed: Signal | None = None
-    is_wanted: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
 class GradientRing:
-    """Gives out `memory` in the order in which gradients land, and takes it back in that order.
+    """Gives out pieces of `memory` wherever it is free, and takes each back when its update has read it.
 
-    A block that is given out belongs to the caller until it is `lent` to an update. Updates may end in any order: the
-    memory of one that ends early is free when those of older blocks have ended too. So the block that the host waits
-    for `is_wanted`, and is updated before newer ones, which make no room: the device would run dry meanwhile. `wait_ms`
-    is the time that the host has waited.
+    A block that is given out belongs to the caller until it is `lent` to an update. Updates are made in the order in
+    which the next forward uses their units, so those whose gradients land first may come last, and stay. Were memory
+    taken back in the order of landing, all that is free behind them would wait for them, and the device would run dry.
+    `wait_ms` is the time that the host has waited.
     """
 
     def __init__(self, memory: HostBlock, streams: Streams):
         self.wait_ms = 0.0
         self._memory = memory
         self._streams = streams
-        self._lent: deque[RingBlock] = deque()
+        self._ended = threading.Event()
+        # By their places.
+        self._lent: list[RingBlock] = []
         # The newest block, as long as it is not lent.
         self._given: RingBlock | None = None
 
@@ -79,31 +83,37 @@ class GradientRing:
             self._take_back()
         memory = self._memory.piece(start, tensor.nbytes)
         name = f"gradient of {tensor.name} in the ring"
-        self._given = RingBlock(tensor.gradient.over(memory), start, start + nbytes, name)
+        self._given = RingBlock(tensor.gradient.over(memory), start, start + nbytes, name, self._ended)
         return self._given
 
     def lend(self, block: RingBlock, consumed: Signal) -> None:
         """Leaves the newest block to an update, until `consumed` is set."""
         block.consumed, self._given = consumed, None
-        self._lent.append(block)
+        insort(self._lent, block, key=attrgetter("start"))
 
     def _room(self, nbytes: int) -> int | None:
-        """Returns the start of `nbytes` behind the newest block, or at the beginning; None if it is lent."""
-        if not self._lent:
-            return 0
-        oldest, newest = self._lent[0].start, self._lent[-1].end
-        if newest <= oldest:
-            return newest if newest + nbytes <= oldest else None
-        if newest + nbytes <= self._memory.bytes.numel():
-            return newest
-        return 0 if nbytes <= oldest else None
+        """Returns the first place with `nbytes` that are not lent; None if there is none."""
+        start = 0
+        for block in self._lent:
+            if start + nbytes <= block.start:
+                return start
+            # An empty one may lie at the begin of another.
+            start = max(start, block.end)
+        return start if start + nbytes <= self._memory.bytes.numel() else None
 
     def _take_back(self) -> None:
-        oldest, start = self._lent.popleft(), perf_counter()
-        oldest.is_wanted = True
-        oldest.consumed.wait()
-        self.wait_ms += (perf_counter() - start) * 1e3
-        self._reuse(oldest)
+        """Takes back what has been read, and blocks the host until that is at least one block."""
+        begin = perf_counter()
+        self._ended.clear()
+        while not (read := [block for block in self._lent if block.consumed.is_set()]):
+            self._ended.wait()
+            self._ended.clear()
+        self.wait_ms += (perf_counter() - begin) * 1e3
+        for block in read:
+            # Does not block: what follows comes after the update also where threads have clocks.
+            block.consumed.wait()
+            self._lent.remove(block)
+            self._reuse(block)
 
     def _reuse(self, block: RingBlock) -> None:
         self._streams.writes(self._streams.d2h, block, "the next gradient")

@@ -1,4 +1,4 @@
-"""The order in which the worker makes updates: of memory that backward waits for, and of what forward needs first."""
+"""The order in which the worker makes updates: first those of what the next forward needs first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
 from offload.streams.stream_checker import CheckedEvent
-from offload.weights.gradients.ring import GradientRing
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.updates import held_up, made, one_step, updating
 
@@ -50,26 +49,6 @@ def test_of_the_units_that_have_landed_the_one_needed_first_is_updated_first(mon
     # Before the others landed, the worker had begun with one block, as a rule the last.
     assert sorted(order) == list(range(6))
     assert order[1:] == sorted(order[1:])
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_gradient_whose_memory_backward_waits_for_is_updated_before_others(waits: bool, monkeypatch):
-    """Though the next forward needs its unit later: no other makes room, and the device would have nothing to do."""
-    model, mode = made(functools.partial(Stack, depth=6)), LayerStream(slots=2)
-    gate, order = held_up(monkeypatch), note_order(monkeypatch, model)
-    lend, lent = GradientRing.lend, []
-    monkeypatch.setattr(
-        GradientRing, "lend", lambda ring, block, signal: lent.append(block) or lend(ring, block, signal)
-    )
-    with updating(mode, model, early=True, releases=True) as (attached, optimizer):
-        one_step(model, attached)
-        for block in lent:
-            block.is_wanted = waits and "blocks.4." in block.name
-        gate.set()
-        optimizer.step()
-        optimizer.finish()
-    # The worker may have begun with another before.
-    assert (order.index(4) < order.index(0)) is waits
 
 
 def test_gradients_behind_one_that_has_not_landed_are_not_queried(monkeypatch: pytest.MonkeyPatch):
