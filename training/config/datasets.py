@@ -125,6 +125,7 @@ class ImageFolder(Built):
     labels: bool = MISSING
     crop: str = MISSING
     flip: bool = MISSING
+    ground: str = MISSING
     eval_share: float = number(at_least=0, at_most=0.5)
 
 
@@ -137,6 +138,7 @@ class ImageColumn(OfHub):
     size: int = number(at_least=1)
     crop: str = MISSING
     flip: bool = MISSING
+    ground: str = MISSING
     eval_share: float = number(at_least=0, at_most=0.5)
 
 

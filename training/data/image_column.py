@@ -10,7 +10,7 @@ from torch import Tensor
 
 from training.data.corpus import import_datasets
 from training.data.hub_rows import HubStream
-from training.data.pictures import Square, as_images, decoded, meta_images
+from training.data.pictures import Square, as_images, check_ground, decoded, meta_images
 from training.errors import UserError
 
 
@@ -28,6 +28,7 @@ class ImageColumn(HubStream):
         size: height and width of an image in pixels.
         crop: "random" takes a new square of a picture in each epoch, "centre" the middle. Those held out are "centre".
         flip: whether half of the pictures are mirrored, others in each epoch.
+        ground: the colour behind transparent pictures, a name of CSS or "#rrggbb".
     """
 
     otherwise = "or train on a local folder with dataset=images dataset.folder=PATH"
@@ -42,10 +43,12 @@ class ImageColumn(HubStream):
         size: int = 64,
         crop: str = "random",
         flip: bool = True,
+        ground: str = "white",
         **stream: Any,
     ):
         self._image_column, self._label_column = image_column, label_column
-        self._square = Square(size, crop, flip)
+        self._square, self._ground = Square(size, crop, flip), ground
+        check_ground(ground)
         columns = {"image_column": image_column, "label_column": label_column}
         super().__init__(name, {key: column for key, column in columns.items() if column is not None}, **stream)
         self.num_classes = None if label_column is None else self._classes(num_classes)
@@ -139,4 +142,5 @@ class ImageColumn(HubStream):
 
     def _decoded(self, content: bytes) -> Any:
         # A picture in a column has no name; its hash finds it.
-        return decoded(content, f"of {self._name} with SHA-256 {hashlib.sha256(content).hexdigest()}")
+        name = f"of {self._name} with SHA-256 {hashlib.sha256(content).hexdigest()}"
+        return decoded(content, name, self._ground)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from training.data.examples import NumberedExamples
 from training.data.packing import epoch_order
-from training.data.pictures import Square, as_images, decoded, meta_images
+from training.data.pictures import Square, as_images, check_ground, decoded, meta_images
 from training.errors import UserError
-from training.runs.bounded_files import UnreadableError, opened
 from training.runs.files import home_expanded
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -34,6 +33,7 @@ class ImageFolder(NumberedExamples):
         labels: whether the folders below `folder` are classes.
         crop: "random" takes a new square of a picture in each epoch, "centre" the middle. Those held out are "centre".
         flip: whether half of the pictures are mirrored, others in each epoch.
+        ground: the colour behind transparent pictures, a name of CSS or "#rrggbb".
         eval_share: the share of the pictures, random ones, that is held out for evaluation.
 
     Attributes:
@@ -49,14 +49,16 @@ class ImageFolder(NumberedExamples):
         labels: bool = True,
         crop: str = "random",
         flip: bool = True,
+        ground: str = "white",
         *,
         seed: int,
         batch_size: int,
         eval_share: float = 0.0,
     ):
-        self._square = Square(size, crop, flip)
-        self._root = _existing(folder)
-        self._files = _pictures_below(self._root)
+        self._square, self._ground = Square(size, crop, flip), ground
+        check_ground(ground)
+        self._root = existing_folder(folder)
+        self._files = files_below(self._root)
         if not self._files:
             raise UserError(f"dataset.folder={folder}: no pictures in it; they end in {', '.join(EXTENSIONS)}")
         classes = sorted({file.partition("/")[0] for file in self._files}) if labels else []
@@ -84,9 +86,9 @@ class ImageFolder(NumberedExamples):
 
     @cached_property
     def data_sha256(self) -> str:
-        """The SHA-256 of names and lengths of all files, and of how they are cut. Their contents are not read."""
+        """The SHA-256 of names and lengths of all files, and of the keys that make images of them, not of contents."""
         square = self._square
-        digest = hashlib.sha256(f"{square.size} {square.crop} {square.flip} {self._count}".encode())
+        digest = hashlib.sha256(f"{square.size} {square.crop} {square.flip} {self._ground} {self._count}".encode())
         for file in self._files:
             digest.update(f"\n{file} {(self._root / file).stat().st_size}".encode(errors="surrogateescape"))
         return digest.hexdigest()
@@ -98,24 +100,17 @@ class ImageFolder(NumberedExamples):
         """
         files = [self._files[self._order[number]] for number in numbers]
         squares = [
-            self._square.of(self._decoded(file), None if epoch < 0 else (self._seed, number, epoch))
-            for file, number, epoch in zip(files, numbers, epochs, strict=True)
+            self._square.of(decoded(path, str(path), self._ground), None if epoch < 0 else (self._seed, number, epoch))
+            for path, number, epoch in zip([self._root / file for file in files], numbers, epochs, strict=True)
         ]
         batch = {"images": as_images(squares)}
         if self.num_classes is not None:
             batch["labels"] = torch.tensor([self._class_of[file.partition("/")[0]] for file in files])
         return batch
 
-    def _decoded(self, file: str):
-        path = self._root / file
-        try:
-            with opened(path) as content:
-                return decoded(content, str(path))
-        except UnreadableError as error:
-            raise UserError(f"dataset: cannot use the picture {path}: {error}; repair or remove it") from None
 
-
-def _existing(folder: str | Path) -> Path:
+def existing_folder(folder: str | Path) -> Path:
+    """Returns the folder of dataset.folder, `~` replaced. Raises UserError if there is none."""
     path = home_expanded("dataset.folder", folder)
     if not str(folder) or not path.is_dir():
         raise UserError(f"dataset.folder={folder}: no such folder (looked from {Path.cwd()})")
@@ -127,8 +122,10 @@ def _folders_in(root: Path) -> set[str]:
     return {entry.name for entry in entries if entry.is_dir() and not _leads_back(str(root), entry.name)}
 
 
-def _pictures_below(root: Path) -> list[str]:
-    """Returns the paths of all pictures below `root`, relative and with slashes, sorted. Links to folders are followed.
+def files_below(root: Path, endings: tuple[str, ...] = EXTENSIONS) -> list[str]:
+    """Returns the paths of all files below `root` with these endings, relative and with slashes, sorted.
+
+    Links to folders are followed; hidden files and folders are left out.
 
     Raises UserError for a folder that cannot be read, whose pictures would be missing in silence.
     """
@@ -136,7 +133,7 @@ def _pictures_below(root: Path) -> list[str]:
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_unreadable):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and not _leads_back(folder, name)]
         for name in names:
-            if not name.startswith(".") and name.lower().endswith(EXTENSIONS):
+            if not name.startswith(".") and name.lower().endswith(endings):
                 found.append(Path(folder, name).relative_to(root).as_posix())
     return sorted(found)
 

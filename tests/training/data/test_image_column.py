@@ -106,6 +106,14 @@ def test_plain_columns_of_bytes_are_read(tmp_path: Path) -> None:
         ImageColumn(str(tmp_path), num_classes=1, **options).batch(0)
 
 
+def test_a_transparent_picture_lies_on_the_ground(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (6, 4), (255, 0, 0, 0)).save(file, "PNG")
+    write(tmp_path, "train", [0, 1], content=lambda _: file.getvalue())
+    for ground, level in (({}, 1.0), ({"ground": "black"}, -1.0)):
+        assert ImageColumn(str(tmp_path), **SIZES, **ground).batch(0)["images"].unique().tolist() == [level]
+
+
 def test_damaged_pictures_are_named_by_their_hash(tmp_path: Path) -> None:
     write(tmp_path, "train", [0, 1], content=lambda level: png(level)[:30])
     with pytest.raises(UserError, match=r"^dataset: cannot use the picture of .* with SHA-256 [0-9a-f]{64}: .*repair"):
@@ -115,6 +123,7 @@ def test_damaged_pictures_are_named_by_their_hash(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"ground": "#0000"}, r"dataset\.ground=#0000: the ground of transparent pictures must be opaque; give a name"),
         ({"label_column": "kind"}, r"dataset\.label_column=kind: no such column in .*; it has image, label"),
         ({"image_column": "label"}, r"dataset\.image_column=label: contains int, not the bytes of pictures"),
     ],

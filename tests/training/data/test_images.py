@@ -107,6 +107,13 @@ def test_held_out_pictures_are_of_all_classes_and_never_trained_on(animals: Path
     assert sorted(level for batch in other.eval_batches(9) for level in red(batch)) == sorted(held_out)
 
 
+def test_a_transparent_picture_lies_on_the_ground(tmp_path: Path) -> None:
+    Image.new("RGBA", (6, 4), (255, 0, 0, 0)).save(tmp_path / "a.png")
+    for ground, level in (({}, 255), ({"ground": "black"}, 0), ({"ground": "gray"}, 128)):
+        batch = ImageFolder(tmp_path, size=4, labels=False, seed=0, batch_size=1, **ground).batch(0)
+        assert batch["images"].unique().tolist() == pytest.approx([level / 127.5 - 1], abs=1e-6)
+
+
 @pytest.fixture
 def stripes(tmp_path: Path) -> Path:
     """One wide picture whose squares differ."""
@@ -140,7 +147,7 @@ def test_the_digest_tells_other_files(animals: Path) -> None:
 
     before = digest()
     assert digest(seed=3, batch_size=1) == before
-    assert len({before, digest(size=5), digest(crop="centre"), digest(flip=False)}) == 4
+    assert len({before, digest(size=5), digest(crop="centre"), digest(flip=False), digest(ground="black")}) == 5
     os.rename(animals / "cat" / "0.png", animals / "dog" / "9.png")
     assert digest() != before
 
@@ -152,6 +159,7 @@ def test_the_digest_tells_other_files(animals: Path) -> None:
         ({"folder": ""}, r"dataset\.folder=: no such folder"),
         ({"size": 0}, r"dataset\.size=0: must be at least 1"),
         ({"crop": "left"}, r"dataset\.crop=left: must be random or centre"),
+        ({"ground": "whyte"}, r"dataset\.ground=whyte: .*give a name of CSS"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(animals: Path, options: dict, message: str) -> None:

@@ -1,6 +1,9 @@
 """Decoding of pictures: what is accepted, what is refused in one line, and which square is cut."""
 
 import io
+import struct
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ import torch
 from PIL import Image
 
 from training.data import pictures
-from training.data.pictures import Square, as_images, decoded
+from training.data.pictures import Square, as_images, check_ground, decoded, decoded_with_alpha, upright_size
 from training.errors import UserError
 
 
@@ -40,10 +43,86 @@ def test_every_mode_of_eight_bits_becomes_rgb(mode: str) -> None:
     assert decoded(encoded(gradient(4, 4).convert(mode), kind), "a").mode == "RGB"
 
 
-def test_a_picture_on_its_side_is_turned_upright() -> None:
+RED = (255, 0, 0)
+SEE_THROUGH = {
+    "RGBA": encoded(Image.new("RGBA", (2, 2), (*RED, 0))),
+    "LA": encoded(Image.new("LA", (2, 2), (77, 0))),
+    "palette": encoded(Image.new("RGB", (2, 2), RED).quantize(2), transparency=0),
+    "palette of several alphas": encoded(Image.new("RGB", (2, 2), RED).quantize(2), transparency=b"\0\x80"),
+    "one colour": encoded(Image.new("RGB", (2, 2), RED), transparency=RED),
+    "one grey": encoded(Image.new("L", (2, 2), 77), transparency=77),
+    "bit": encoded(Image.new("1", (2, 2), 1), transparency=1),
+    "GIF": encoded(Image.new("RGB", (2, 2), RED).quantize(2), "GIF", transparency=0),
+    "WebP": encoded(Image.new("RGBA", (2, 2), (*RED, 0)), "WEBP", lossless=True, exact=True),
+    "TIFF": encoded(Image.new("RGBA", (2, 2), (*RED, 0)), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("kind", SEE_THROUGH)
+def test_colour_below_transparent_pixels_is_never_seen(kind: str) -> None:
+    for ground, colour in (("white", (255, 255, 255)), ("black", (0, 0, 0)), ("#102030", (16, 32, 48))):
+        image, alpha = decoded_with_alpha(SEE_THROUGH[kind], "a", ground)
+        assert (image.mode, set(image.get_flattened_data()), set(alpha.get_flattened_data())) == ("RGB", {colour}, {0})
+    assert decoded(SEE_THROUGH[kind], "a").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_half_transparent_pixels_are_mixed_with_the_ground() -> None:
+    drawn = np.random.default_rng(0).integers(0, 256, (16, 16, 4), dtype=np.uint8)
+    image, alpha = decoded_with_alpha(encoded(Image.fromarray(drawn)), "a", "#102030")
+    share = drawn[..., 3:] / 255
+    expected = share * drawn[..., :3] + (1 - share) * [16, 32, 48]
+    assert abs(np.asarray(image) - expected).max() <= 1
+    assert np.array_equal(np.asarray(alpha), drawn[..., 3])
+
+
+def test_an_opaque_picture_is_as_it_was() -> None:
+    image, alpha = decoded_with_alpha(encoded(gradient(5, 4)), "a", "black")
+    assert (image.tobytes(), alpha) == (gradient(5, 4).tobytes(), None)
+    with_alpha, alpha = decoded_with_alpha(encoded(gradient(5, 4).convert("RGBA")), "a", "black")
+    assert (with_alpha.tobytes(), set(alpha.get_flattened_data())) == (image.tobytes(), {255})
+
+
+@pytest.mark.parametrize("ground", ["", "whyte", "#12345678", "1,2,3"])
+def test_a_ground_that_is_no_opaque_colour_is_refused(ground: str) -> None:
+    with pytest.raises(UserError, match=f'^dataset.ground={ground}: .*; give a name of CSS .* or "#rrggbb"$'):
+        check_ground(ground)
+
+
+def deep_png(*levels: int, transparent: bytes = b"") -> bytes:
+    """A PNG of one row of pixels of 16 bits a channel, which Pillow reads and does not write."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", len(levels) // 3, 1, 16, 2, 0, 0, 0)
+    rows = zlib.compress(b"\0" + struct.pack(f">{len(levels)}H", *levels))
+    colour = chunk(b"tRNS", transparent) if transparent else b""
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + colour
+    return start + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_of_colours_of_sixteen_bits_the_upper_eight_are_taken() -> None:
+    assert decoded(deep_png(0x0102, 0x80FF, 0xFFFF), "a").getpixel((0, 0)) == (1, 0x80, 255)
+
+
+def test_cmyk_has_no_alpha_and_becomes_rgb() -> None:
+    image, alpha = decoded_with_alpha(encoded(Image.new("CMYK", (2, 2), (255, 0, 0, 0)), "TIFF"), "a")
+    assert (image.getpixel((0, 0)), alpha) == ((0, 255, 255), None)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+def test_a_picture_on_its_side_is_turned_upright(kind: str, orientation: int, tmp_path: Path) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6
-    assert decoded(encoded(gradient(8, 4), "JPEG", exif=exif), "a.jpg").size == (4, 8)
+    exif[0x0112] = orientation
+    path = tmp_path / "a"
+    path.write_bytes(encoded(gradient(8, 4), kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {})))
+    image = decoded(path, "a")
+    assert image.size == ((8, 4) if orientation < 5 else (4, 8))
+    assert upright_size(path, "a") == image.size[::-1]
+    # Where the stored picture's first pixel, which is black, is seen.
+    corner = {1: (0, 0), 2: (7, 0), 3: (7, 3), 4: (0, 3), 5: (0, 0), 6: (3, 0), 7: (3, 7), 8: (0, 7)}[orientation]
+    assert sum(image.getpixel(corner)) <= 6
 
 
 @pytest.mark.parametrize(
@@ -57,6 +136,7 @@ def test_a_picture_on_its_side_is_turned_upright() -> None:
             encoded(Image.fromarray(np.full((4, 4), 60000, dtype=np.uint16))),
             "its mode is I;16, more than 8 bits a channel",
         ),
+        (deep_png(0, 0, 0, transparent=bytes(6)), "a colour of 16 bits a channel is transparent: convert it to 8 bits"),
     ],
 )
 def test_damaged_pictures_are_refused_in_one_line(content: bytes, problem: str) -> None:
