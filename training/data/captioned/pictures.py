@@ -1,0 +1,173 @@
+"""Finds pictures with captions, and cuts each to the size of its bucket, with its mask for the loss."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from training.data.captioned.captions import captions_below
+from training.data.captioned.sizes import bucket_sizes, nearest_bucket
+from training.data.images import EXTENSIONS, files_below
+from training.data.packing import random_words
+from training.data.pictures import CROPS, as_images, cut, decoded_with_alpha, upright_size
+from training.errors import UserError
+from training.runs.bounded_files import UnreadableError, opened
+
+MASK = "-mask.png"
+VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
+# Pictures which not every Pillow decodes; to leave them out would train on a part of the folder in silence.
+OTHER_PICTURES = (".avif", ".heic", ".heif", ".jxl")
+
+
+@dataclass(frozen=True)
+class CaptionedPicture:
+    """A picture in a folder.
+
+    Attributes:
+        repeats: how often an epoch shows it.
+        size: height and width of its bucket, in pixels.
+        original_size: height and width as found, upright.
+        mask_path: NAME-mask.png beside NAME; None if there is none.
+    """
+
+    path: Path
+    caption: str
+    repeats: int
+    size: tuple[int, int]
+    original_size: tuple[int, int]
+    mask_path: Path | None
+
+
+@dataclass(frozen=True)
+class Cropped:
+    """A picture as a model gets it.
+
+    Attributes:
+        pixels: float32 [3, H, W] from -1 to 1.
+        mask: how much each pixel counts in the loss, float32 [1, H, W] from 0 to 1; None where all count alike.
+        crop: top and left of the part that was cut, in pixels of the resized picture, which is mirrored before.
+    """
+
+    pixels: Tensor
+    mask: Tensor | None
+    crop: tuple[int, int]
+
+
+def find_pictures(folders: Mapping[Path, int], *, size: int, multiple: int) -> list[CaptionedPicture]:
+    """Returns the pictures below `folders`, {folder: repeats}: folder by folder, sorted by path in each.
+
+    Reads captions and the headers of pictures. Hidden files are left out, and NAME-mask.png beside a picture NAME is
+    its mask.
+
+    Args:
+        size: the edge of a square of as many pixels as a bucket may have.
+        multiple: sides of buckets are multiples of this.
+
+    Raises UserError: one line, where there are no pictures, or videos; a picture without a caption, one that cannot be
+    used, or a mask of another size.
+    """
+    sizes = bucket_sizes(size, multiple)
+    return [found for folder, repeats in folders.items() for found in _in_folder(folder, repeats, sizes)]
+
+
+def _in_folder(folder: Path, repeats: int, sizes: list[tuple[int, int]]) -> Iterator[CaptionedPicture]:
+    if unread := files_below(folder, VIDEOS + OTHER_PICTURES):
+        advice = "move it out of the folder" if unread[0].lower().endswith(VIDEOS) else "save it as .png"
+        raise UserError(f"dataset.folder={folder}: {unread[0]} is of a kind that is not read: {advice}")
+    files = files_below(folder)
+    masks = frozenset(_mask_of(file) for file in files).intersection(files)
+    pictures = [file for file in files if file not in masks]
+    if not pictures:
+        raise UserError(f"dataset.folder={folder}: no pictures in it; they end in {', '.join(EXTENSIONS)}")
+    for picture, caption in zip(pictures, captions_below(folder, pictures), strict=True):
+        path, mask = folder / picture, _mask_of(picture)
+        mask_path = folder / mask if mask in masks else None
+        original_size = upright_size(path, str(path))
+        if mask_path and (of_mask := upright_size(mask_path, str(mask_path))) != original_size:
+            shown = [f"{width} x {height}" for height, width in (of_mask, original_size)]
+            raise UserError(f"dataset: the mask {mask_path} has {shown[0]} pixels, its picture {shown[1]}: resize it")
+        size = nearest_bucket(*original_size, sizes)
+        yield CaptionedPicture(path, caption, repeats, size, original_size, mask_path)
+
+
+def _mask_of(picture: str) -> str:
+    return str(Path(picture).with_suffix("")) + MASK
+
+
+def cropped(
+    picture: CaptionedPicture, *, flip: bool, ground: str, alpha_mask: bool, variation: tuple[int, ...] | None = None
+) -> Cropped:
+    """Resizes a picture until it covers its bucket, and cuts the bucket's size from it.
+
+    Args:
+        flip: whether the picture is mirrored.
+        ground: the colour behind a transparent picture, a name of CSS or "#rrggbb".
+        alpha_mask: whether the alpha of a transparent picture is its mask; with a mask in a file, their product.
+        variation: integers on which alone the place of the cut depends; None takes the middle.
+
+    Raises UserError for a picture that cannot be used or has changed since it was found, and for a mask that is
+    transparent itself, or leaves nothing to train on.
+    """
+    image, alpha = decoded_with_alpha(picture.path, str(picture.path), ground)
+    if image.size != picture.original_size[::-1]:
+        raise UserError(f"dataset: the picture {picture.path} has changed since the run began: start again")
+    masks = [alpha] if alpha_mask and alpha is not None else []
+    if picture.mask_path is not None:
+        drawn, seen = decoded_with_alpha(picture.mask_path, str(picture.mask_path))
+        if seen is not None:
+            raise UserError(f"dataset: the mask {picture.mask_path} is transparent: save it in grey, white to train on")
+        masks.append(drawn.convert("L"))
+    resized, (top, left) = _placed(picture, variation)
+
+    def part(layer) -> np.ndarray:
+        levels = np.asarray(cut(layer, resized, left, top, picture.size[::-1]))
+        return levels[:, ::-1] if flip else levels
+
+    mask = None
+    if masks:
+        mask = torch.from_numpy(np.prod([np.float32(part(each)) / 255 for each in masks], axis=0))[None]
+        if not mask.any():
+            raise UserError(f"dataset: the mask of {picture.path} leaves nothing to train on: mend it, or remove both")
+    pixels = as_images([np.ascontiguousarray(part(image).transpose(2, 0, 1))])[0]
+    return Cropped(pixels, mask, (top, resized[0] - picture.size[1] - left if flip else left))
+
+
+def _placed(picture: CaptionedPicture, variation: tuple[int, ...] | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns width and height of the resized picture, and top and left of the cut."""
+    (height, width), (tall, wide) = picture.original_size, picture.size
+    # Rounding might miss a pixel of the side that is cut.
+    if width * tall >= height * wide:
+        resized = max(round(width * tall / height), wide), tall
+    else:
+        resized = wide, max(round(height * wide / width), tall)
+    right, below = resized[0] - wide, resized[1] - tall
+    if variation is None:
+        return resized, (below // 2, right // 2)
+    first, second = (int(word) for word in random_words(2, CROPS, *variation))
+    return resized, (second % (below + 1), first % (right + 1))
+
+
+def content_key(picture: CaptionedPicture, **options: object) -> str:
+    """Returns the SHA-256, in hexadecimal, of what a picture's encoding depends on.
+
+    That is the bytes of picture and mask, the caption, the size of the bucket, and `options`, which are values of JSON.
+    Not the path: a moved folder has the same keys. Raises UserError for a file that cannot be read.
+    """
+    files = [None if path is None else _digest(path) for path in (picture.path, picture.mask_path)]
+    parts = [files, picture.caption, picture.size, options]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    try:
+        with opened(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (UnreadableError, OSError) as error:
+        raise UserError(f"dataset: cannot use the picture {path}: {error}; repair or remove it") from None
