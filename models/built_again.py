@@ -96,7 +96,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def fill_buffers(model: nn.Module, build: Build) -> None:
+def fill_buffers(model: nn.Module, build: Build, build_stored: Build | None = None) -> None:
     """Fills every buffer in place with the value that it has in a model built on the CPU, bit for bit.
 
     Values are converted to the dtype of the buffer. Buffers of the state dict (those of batch norms, say) get their
@@ -108,6 +108,7 @@ def fill_buffers(model: nn.Module, build: Build) -> None:
 
     Args:
         build: makes the same model again; its buffers take memory, its parameters none.
+        build_stored: makes the one that has the values for buffers of the state dict; by default `build`.
 
     Raises ValueError if a buffer is on the meta device; or a buffer or such a tensor has random values, depends on
     parameters or is not in the model built again. Nothing has been written then.
@@ -119,6 +120,9 @@ def fill_buffers(model: nn.Module, build: Build) -> None:
         return
     built = with_buffers(build)
     values = dict(built.named_buffers(remove_duplicate=False))
+    stored = buffers.keys() & model.state_dict(keep_vars=True).keys()
+    if build_stored is not None and any(buffers[name].is_floating_point() for name in stored):
+        values |= {n: b for n, b in with_buffers(build_stored).named_buffers(remove_duplicate=False) if n in stored}
     wrong = [n for n, b in buffers.items() if n not in values or values[n].shape != b.shape or values[n].is_meta]
     made = loose_tensors(built)
     wrong += [

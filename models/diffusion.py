@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from models.diffusion_family import Family
 from models.diffusion_files import CONFIG_FILE, config_folder, file_of
 from models.diffusion_initialise import initialise_diffusion
 from models.json_files import as_json, read_object
+from models.library_dtypes import default_dtype, keep_float32, kept_by_diffusers
 from models.packed_attention import avoid_cudnn_attention
 from models.quiet_imports import import_quantisers, without_remarks
 from models.safetensors_files import StoredTensor
@@ -120,16 +122,18 @@ class DiffusionModel(nn.Module):
         Raises ValueError if a condition is missing or unknown, or the images have a shape that the model does not take.
         """
         self._check(noisy, condition)
-        dtype = next(self.network.parameters()).dtype
+        # Not that of the first parameter, which may be one that its class keeps in float32.
+        dtype = self.network.dtype
         inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
         return self._family.velocity(self.network, noisy.to(dtype), timestep, inputs)
 
     def fill_buffers(self) -> None:
         """Fills the buffers, after construction on the meta device, as construction on the CPU does. Raises ValueError.
 
-        Buffers with random numbers are refused. Weights are not touched.
+        Buffers with random numbers are refused. Weights are not touched. As in `from_pretrained`, tables outside the
+        state dict are computed in the model's dtype; those inside are rounded to it, as those of files are.
         """
-        fill_buffers(self.network, self._same_again)
+        fill_buffers(self.network, partial(self._same_again, self.network.dtype), self._same_again)
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:
         """See `models.diffusion_initialise.initialise_diffusion`."""
@@ -146,8 +150,9 @@ class DiffusionModel(nn.Module):
         """Returns what `models.weights.matched_weights` returns of the files that `load` reads."""
         return matched_weights(self.network, file_of(path))
 
-    def _same_again(self) -> nn.Module:
-        return type(self.network).from_config(self.network.config)
+    def _same_again(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        with default_dtype(dtype):
+            return type(self.network).from_config(self.network.config)
 
     def _check(self, noisy: Tensor, condition: Mapping[str, Tensor]) -> None:
         name = type(self.network).__name__
@@ -208,6 +213,7 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
     try:
         family.check(defaults | values)
         network = made(**values)
+        keep_float32(network, kept_by_diffusers(made), torch.get_default_dtype())
         if empty := next((name for name, each in network.named_parameters() if not each.numel()), None):
             raise ValueError(f"{empty} would have the shape {list(network.get_parameter(empty).shape)}")
         return DiffusionModel(network, family)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, DynamicCache, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from models.built_again import fill_buffers
 from models.hf_files import load_hf, matched_hf
@@ -31,12 +32,11 @@ from models.hf_packed import (
     without_padding_warning,
 )
 from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
+from models.library_dtypes import Keeps, keep_float32
 from models.loss import IGNORED_LABEL, averages
 from models.packed_attention import avoid_cudnn_attention, positions_in
 from models.safetensors_files import StoredTensor
 
-# Buffers that have the dtype of what they meet: XGLM's positions, the mask of OpenAI's first GPT, Swin v2's places.
-OF_DTYPE_OF_PARAMETERS = ("embed_positions.weights", ".attn.bias", ".relative_coords_table")
 # transformers chooses the attention backend.
 AUTO = "auto"
 # MiniMax takes a class of its own; with a cache the others compute other logits than without (Moshi beyond its window).
@@ -48,7 +48,7 @@ def build_hf(
     task: str,
     overrides: Mapping[str, Any] | None = None,
     attention: str = AUTO,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> TransformersModel:
     """Makes a model of transformers; under `torch.device("meta")`, as the caller should, without memory.
 
@@ -56,7 +56,8 @@ def build_hf(
         source, task: see `models.hf_source.find_source`.
         overrides: keys of the configuration with other values, such as `{"num_hidden_layers": 4}`.
         attention: "sdpa", "eager", or another backend of transformers; "auto" is sdpa where the architecture has it.
-        dtype: of the parameters. What transformers computes in float32 (rotary frequencies) stays float32.
+        dtype: that of `from_pretrained(dtype=...)`, by default torch's default dtype. What transformers keeps in
+            float32 (rotary frequencies, some routers) is float32.
 
     Raises ValueError if the source, an override or the backend cannot be had. The message is one line.
     """
@@ -67,7 +68,7 @@ def build_hf(
     config.architectures = config.architectures or []
     chosen = {} if attention == AUTO else {"attn_implementation": attention}
     try:
-        model = auto.from_config(config, dtype=dtype, **chosen)
+        model = auto.from_config(config, dtype=dtype or torch.get_default_dtype(), **chosen)
     # Each architecture refuses sizes that do not fit in its own way; some miss a package.
     except Exception as error:
         # The first sentence says what is wrong; others are about the library's own functions.
@@ -77,6 +78,7 @@ def build_hf(
     if torch.get_default_device().type == "meta":
         # torch.normal and torch.Tensor make tensors of the CPU all the same.
         model = nn.Module.to(model, "meta")
+    keep_float32(model, _keeps(model))
     if task != CAUSAL_LM:
         return ImageClassifier(model)
     return CachedLanguageModel(model) if keeps_keys_and_values(model) else CausalLanguageModel(model)
@@ -91,7 +93,7 @@ class TransformersModel(nn.Module):
         self.hf = model
 
     def fill_buffers(self) -> None:
-        """See `models.built_again.fill_buffers`."""
+        """See `models.built_again.fill_buffers`. transformers computes the values in float32."""
         fill_buffers(self.hf, functools.partial(same_again, self.hf))
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:
@@ -105,25 +107,6 @@ class TransformersModel(nn.Module):
     def matched(self, path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
         """See `models.hf_files.matched_hf`."""
         return matched_hf(self, path)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Does what every module does, but leaves buffers that are no weights, and some weights, in their dtype.
-
-        transformers computes rotary frequencies in float32 in a bf16 model too: rounded to bf16 they would be other
-        angles. Some models compute with a few weights (of routers, say) in float32, and fail if these are bf16:
-        transformers names them.
-        """
-        tables = self.hf.named_non_persistent_buffers()
-        kept = {id(table) for name, table in tables if not name.endswith(OF_DTYPE_OF_PARAMETERS)}
-        strict = self.hf._keep_in_fp32_modules_strict or ()
-        named = (*self.hf.named_parameters(), *self.hf.named_buffers())
-        kept |= {id(tensor) for name, tensor in named if any(part in name for part in strict)}
-
-        def applied(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            return new if id(tensor) not in kept or new.dtype == tensor.dtype else tensor.to(new.device)
-
-        return super()._apply(applied, recurse)
 
 
 class CausalLanguageModel(TransformersModel):
@@ -259,6 +242,15 @@ class ImageClassifier(TransformersModel):
         output = self.hf(pixel_values=images)
         # PP-LCNet's are under another name.
         return output.last_hidden_state if output.get("logits") is None else output.logits
+
+
+def _keeps(model: PreTrainedModel) -> Keeps:
+    """Returns which tensors transformers keeps in float32 in a load with the dtype of the model."""
+    plan = model._get_dtype_plan(model.config.dtype)
+    if not plan:
+        return lambda name: False
+    names, _, _ = build_glob_alternation(list(plan))
+    return lambda name: names.search(name) is not None
 
 
 def _predicted_tokens(model: PreTrainedModel) -> int:

@@ -75,7 +75,7 @@ class Packing:
             return cls(why_not)
         with torch.device("meta"):
             # On the meta device torch multiplies the rows of experts in bf16 alone.
-            twin = same_again(model).to(torch.bfloat16)
+            twin = same_again(model, torch.bfloat16)
         without_padding_warning(twin)
         # No layer reads the losses of routers, and some torch does not compute on the meta device.
         twin.config.output_router_logits = False

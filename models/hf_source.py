@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -212,10 +213,10 @@ def find_source(source: str, task: str) -> Source:
     return Source(task, CONFIG_MAPPING[model_type], values, folder)
 
 
-def same_again(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a model of the same class with the same configuration."""
-    # It sets the dtype while the model is made, and sub-configurations have their own.
-    return type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+def same_again(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Makes a model of the same class with the same configuration, with `dtype` as torch's default."""
+    # It sets the dtype in the configuration too.
+    return type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
 
 
 def sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -19,7 +19,6 @@ from tests.models.helpers.hf_models import (
     VISION,
     VOCABULARY,
     batch,
-    task_of,
     tiny,
 )
 
@@ -150,35 +149,6 @@ class TestBuildHf:
     def test_sizes_that_do_not_fit_are_refused(self):
         with pytest.raises(ValueError, match="gpt2: "):
             build_hf("gpt2", "causal_lm", {"n_embd": 17, "n_head": 2})
-
-    @pytest.mark.parametrize("name", ["qwen3", "gemma", "gemma3_text", "falcon"])
-    def test_tables_in_float32_stay_float32(self, name: str):
-        source, values = MODELS[name]
-        made = build_hf(source, task_of(name), values, dtype=torch.bfloat16)
-        converted = tiny(name).to(torch.bfloat16)
-        for (buffer_name, one), other in zip(made.named_buffers(), converted.buffers(), strict=True):
-            if "inv_freq" in buffer_name:
-                assert one.dtype == other.dtype == torch.float32
-                assert torch.equal(one, other)
-        assert {p.dtype for p in (*made.parameters(), *converted.parameters())} == {torch.bfloat16}
-        assert converted.to(torch.float64)(*batch(name)).isfinite()
-
-    def test_weights_that_transformers_computes_with_in_float32_stay_float32(self):
-        model = tiny("ernie4_5_moe").to(torch.bfloat16)
-        for name, parameter in model.hf.named_parameters():
-            wide = "gate.weight" in name or "moe_statics" in name
-            assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), name
-        assert model.hf.model.layers[0].mlp.gate.weight.dtype == torch.float32
-        assert model(*batch("ernie4_5_moe")).isfinite()
-
-    @pytest.mark.parametrize("name", ["xglm", "openai-gpt", "swinv2"])
-    def test_a_table_that_meets_activations_has_their_dtype(self, name: str):
-        arguments = [a.bfloat16() if a.is_floating_point() else a for a in batch(name)]
-        assert tiny(name).to(torch.bfloat16)(*arguments).isfinite().all()
-
-    def test_statistics_of_batch_norms_follow_the_parameters(self):
-        model = tiny("resnet").to(torch.bfloat16)
-        assert all(b.dtype == torch.bfloat16 for b in model.buffers() if b.is_floating_point())
 
 
 def test_the_mean_leaves_out_ignored_labels():

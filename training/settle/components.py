@@ -14,6 +14,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from models.library_dtypes import default_dtype
 from models.quiet_imports import import_quantisers
 from offload import (
     Attached,
@@ -103,6 +104,7 @@ class Components:
         model = _model(config, dtype) if model is None else model
         refuse_other_architecture(config, model)
         settled.task.check_model(config, model)
+        settled = settled.because(settled.task.fit(config, model))
         mode = make_mode(config.offload)
         options = options_of(config, mode, model)
         footprint = footprint_of(config, mode, model, options)
@@ -262,8 +264,9 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
         # Before the module that makes the model: transformers imports them with it.
         import_quantisers()
     try:
-        with torch.device("meta"):
-            model = instantiate(arguments).to(dtype).train()
+        # Not `.to(dtype)`, which rounds what a model keeps in float32.
+        with torch.device("meta"), default_dtype(dtype):
+            model = instantiate(arguments).train()
     except InstantiationException as error:
         if "source" in arguments and isinstance(error.__cause__, ValueError):
             raise UserError(f"model.source={config.model.source}: {error.__cause__}") from error
