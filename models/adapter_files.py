@@ -2,12 +2,13 @@
 
 A folder has `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained(base, folder)`
 reads. An exported one of a model of diffusers also has `pytorch_lora_weights.safetensors`, for `load_lora_weights` of a
-pipeline and `load_lora_adapter` of a model.
+pipeline, `load_lora_adapter` of a model, and ComfyUI.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,18 @@ from torch import Tensor, nn
 
 from models.adapters import NAME, config_of, root_of
 from models.json_files import as_json, read_object
+from models.lora_files import folded, read_lora, scale_of, scaled, shared_name
 from models.safetensors_files import open_file, read_headers, read_into, write_tensors
 from models.weights import check_fits, first_and_count
-from models.whole_folder import Fill, Write
+from models.whole_folder import Fill, Write, bytes_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-# The key of the header in which diffusers looks for the configuration.
-DIFFUSERS_METADATA = "lora_adapter_metadata"
 PREFIX = "base_model.model."
 # The error for a file that peft has not written.
 GIVE_OTHERS = "give a folder that peft has saved"
-# The keys of peft's configuration that change what the same tensors compute, with the knobs that set them.
-SAME = {"r": "rank", "lora_alpha": "alpha", "use_dora": "dora", "use_rslora": "rslora"}
-# Those that this program does not have, with the only values that it can load.
+# The keys of peft's configuration that this program does not have, with the only values that it can load.
 ONLY = {"peft_type": ("LORA",), "bias": ("none",), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
 ONLY |= {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None,)}
 
@@ -65,36 +63,56 @@ def is_of_diffusers(model: nn.Module) -> bool:
     return type(root_of(model)).__module__.startswith("diffusers.")
 
 
-def diffusers_file(model: nn.Module, weights: Path) -> Fill:
-    """Returns what fills DIFFUSERS_FILE from `weights`, peft's file of the adapter of `model`, a model of diffusers.
+def shared_files(model: nn.Module, folder: Path) -> dict[str, Fill]:
+    """Returns what fills the files that other programs load an adapter from, made of peft's files in `folder`.
 
-    It has no `modules_to_save`, which diffusers does not know. The model needs no values.
+    `model` is one of diffusers and needs no values. In all files alpha is the rank, and the scale is in the matrices
+    (`models.lora_files.folded`), because some programs read matrices and no alpha. `DIFFUSERS_FILE` has no
+    `modules_to_save`, which diffusers does not know.
     """
-    prefix = "unet" if "UNet" in type(root_of(model)).__name__ else "transformer"
-    settings = {f"{prefix}.{key}": value for key, value in as_json(config_of(model).to_dict()).items()}
-    # diffusers hands every other key to its own version of peft.
-    settings = {key: value for key, value in settings.items() if not key.endswith(("peft_version", "peft_type"))}
-    settings[f"{prefix}.modules_to_save"] = None
-    metadata = {DIFFUSERS_METADATA: json.dumps(settings, sort_keys=True, default=str)}
+    root, config = root_of(model), read_object(folder / CONFIG_FILE, GIVE_OTHERS)
+    scale = scale_of(config)
 
-    def fill(write: Write) -> None:
-        with open_file(weights) as stored:
-            low_rank = {name: stored.get_tensor(name) for name in stored.keys() if ".lora_" in name}  # noqa: SIM118
-            renamed = {name.replace(PREFIX, f"{prefix}.", 1): tensor for name, tensor in low_rank.items()}
-            write_tensors(write, renamed, metadata)
+    def fill(write: Write, shared: bool) -> None:
+        with open_file(folder / WEIGHTS_FILE) as stored:
+            tensors = folded({name: stored.get_tensor(name) for name in stored.keys()}, scale)  # noqa: SIM118
+        if shared:
+            low_rank = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if ".lora_" in name}
+            tensors = {shared_name(root, name): tensor for name, tensor in low_rank.items()}
+        write_tensors(write, tensors)
 
-    return fill
+    told = config | {"lora_alpha": config["r"], "use_rslora": False}
+    return {
+        CONFIG_FILE: bytes_of(json.dumps(told, indent=2).encode()),
+        WEIGHTS_FILE: partial(fill, shared=False),
+        DIFFUSERS_FILE: partial(fill, shared=True),
+    }
 
 
-def load_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Copies an adapter of peft's files into that of `model`, converting to its dtype.
+def load_adapter(model: nn.Module, path: str | Path) -> None:
+    """Copies an adapter of files into that of `model`, converting to its dtype.
 
-    Raises ValueError in one line if the folder has no adapter, or one of another shape or scale; nothing is changed
-    then.
+    Another alpha than that of `model` is made up for in the second matrices: exactly where the two scales differ by a
+    power of two, else rounded in float32.
+
+    Args:
+        path: a folder that peft has saved; of a model of diffusers also a .safetensors file with a LoRA, as
+            `models.lora_files` reads it, or a folder with one.
+
+    Raises ValueError in one line if there is no adapter, or one of another shape or kind; nothing is changed then.
     """
-    folder = Path(folder)
-    _check_config(model, folder / CONFIG_FILE)
-    load_adapter_tensors(model, folder / WEIGHTS_FILE)
+    place = _place(model, Path(path))
+    if place.is_file():
+        values = {f"{PREFIX}{name}": tensor for name, tensor in read_lora(model, place)[0].items()}
+    else:
+        factor = _check_config(model, place / CONFIG_FILE)
+        read_into(*_fitting(model, place / WEIGHTS_FILE))
+        with open_file(place / WEIGHTS_FILE) as stored:
+            names = [name for name in stored.keys() if factor != 1 and ".lora_B." in name]  # noqa: SIM118
+            values = {name: scaled(stored.get_tensor(name), factor) for name in names}
+    targets = adapter_tensors(model)
+    for name, tensor in values.items():
+        targets[name].copy_(tensor)
 
 
 def load_adapter_tensors(model: nn.Module, file: Path) -> None:
@@ -102,13 +120,32 @@ def load_adapter_tensors(model: nn.Module, file: Path) -> None:
     read_into(*_fitting(model, file))
 
 
-def check_folder(model: nn.Module, folder: Path) -> None:
-    """Raises ValueError in one line if `folder` has no adapter that can be read, or not one that fits `model`.
+def check_adapter(model: nn.Module, path: Path) -> list[str]:
+    """Raises ValueError in one line if `path` has no adapter that can be read, or not one that fits `model`.
 
-    Reads headers alone, and no value of `model`, which may be on the meta device.
+    Uses no value of `model`, which may be on the meta device. Returns the keys of text encoders in a file of several
+    models, which are left out.
     """
-    _check_config(model, folder / CONFIG_FILE)
-    _fitting(model, folder / WEIGHTS_FILE)
+    place = _place(model, path)
+    if place.is_file():
+        return read_lora(model, place)[1]
+    _check_config(model, place / CONFIG_FILE)
+    _fitting(model, place / WEIGHTS_FILE)
+    return []
+
+
+def _place(model: nn.Module, path: Path) -> Path:
+    """Returns the folder of peft, or the file of a LoRA, that `path` is or has."""
+    if path.is_file():
+        of_peft = path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).exists()
+        path = path.parent if of_peft else path
+    elif not (path / CONFIG_FILE).exists() and (files := sorted(path.glob("*.safetensors"))):
+        if len(files) > 1 and path / DIFFUSERS_FILE not in files:
+            raise ValueError(f"{path} has {len(files)} .safetensors files and no {CONFIG_FILE}: give one, {files[0]}")
+        path = files[0] if len(files) == 1 else path / DIFFUSERS_FILE
+    if path.is_file() and not is_of_diffusers(model):
+        raise ValueError(f"{path} is a file without {CONFIG_FILE}, and the model none of diffusers: {GIVE_OTHERS}")
+    return path
 
 
 def _fitting(model: nn.Module, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -124,16 +161,23 @@ def _fitting(model: nn.Module, file: Path) -> tuple[dict[str, Tensor], dict[str,
     return targets, stored
 
 
-def _check_config(model: nn.Module, file: Path) -> None:
-    stored, own = read_object(file, GIVE_OTHERS), config_of(model).to_dict()
-    for key, knob in SAME.items():
-        if stored.get(key, own[key] if key in ("r", "lora_alpha") else False) != own[key]:
-            raise ValueError(f"{file} has {key}={stored[key]}, and this adapter {own[key]}: give the same {knob}")
-    if bool(stored.get("target_parameters")) != bool(own["target_parameters"]):
-        state = "adapters" if stored.get("target_parameters") else "no adapters"
+def _check_config(model: nn.Module, file: Path) -> float:
+    """Returns the scale of a stored adapter over that of `model`. Raises ValueError for an adapter of another form."""
+    from peft import LoraConfig
+
+    # Where a file lacks a key, peft takes its default.
+    stored, own = LoraConfig().to_dict() | read_object(file, GIVE_OTHERS), config_of(model).to_dict()
+    if stored["r"] != own["r"]:
+        raise ValueError(f"{file} has r={stored['r']}, and this adapter {own['r']}: give rank={stored['r']}")
+    if stored["use_dora"] != own["use_dora"]:
+        kind = "dora" if stored["use_dora"] else "lora"
+        raise ValueError(f"{file} has use_dora={stored['use_dora']}, unlike this adapter: give adapter={kind}")
+    if bool(stored["target_parameters"]) != bool(own["target_parameters"]):
+        state = "adapters" if stored["target_parameters"] else "no adapters"
         raise ValueError(
             f"{file} has {state} of experts that are one tensor, unlike this adapter: give the same experts"
         )
     for key, values in ONLY.items():
-        if key in stored and stored[key] not in values:
+        if stored[key] not in values:
             raise ValueError(f"{file} has {key}={stored[key]}, which cannot be loaded here")
+    return scale_of(stored) / scale_of(own)

@@ -26,7 +26,8 @@ class LoraAdapter(Built):
         targets: patterns over the names of layers, such as [q_proj,v_proj]; null is every linear layer of the blocks.
         experts: experts of a mixture that are one tensor have adapters too, each expert its own.
         modules_to_save: patterns over the names of modules that train in full beside the adapters; null is none.
-        weights: a folder of peft with an adapter to start from, such as a checkpoint; null starts from the seed.
+        weights: an adapter to start from: a folder of peft, such as a checkpoint, or for a model of diffusers a file of
+            diffusers, kohya or others; null starts from the seed.
     """
 
     _target_: str = "models.adapters.Lora"

@@ -9,6 +9,7 @@ tokenizer, the template and the ends of texts of its run.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from models import adapter_files as of_peft
-from models.adapters import merge_adapter
+from models.adapters import config_of, merge_adapter
 from models.llama import Llama
 from models.quantise import is_quantised
 from models.safetensors_files import StoredTensor, open_file, split_into_files, write_tensors
@@ -60,6 +61,7 @@ from training.weights.origin import ends_of, origin_of, values_in
 
 Read = Callable[[str], Tensor]
 
+logger = logging.getLogger(__name__)
 
 # Keys of config.json that say how a model is used, and not what it is.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "use_cache")
@@ -156,12 +158,17 @@ def _of_adapter(
 def adapter_files(model: nn.Module, checkpoint: Path) -> dict[str, Fill]:
     """Returns what fills the files of the adapter of `model`, by name: a checkpoint has them in peft's form already.
 
-    `model` may be on the meta device. One of diffusers has a file more, which pipelines of diffusers load.
+    `model` may be on the meta device. One of diffusers has a file more, for diffusers and ComfyUI, and alpha is the
+    rank in all of its files. Warns of what these programs do not read.
     """
-    files = {name: _copy_of(checkpoint / name) for name in (of_peft.CONFIG_FILE, of_peft.WEIGHTS_FILE)}
-    if of_peft.is_of_diffusers(model):
-        files[of_peft.DIFFUSERS_FILE] = of_peft.diffusers_file(model, checkpoint / of_peft.WEIGHTS_FILE)
-    return files
+    if not of_peft.is_of_diffusers(model):
+        return {name: _copy_of(checkpoint / name) for name in (of_peft.CONFIG_FILE, of_peft.WEIGHTS_FILE)}
+    config, file = config_of(model), of_peft.DIFFUSERS_FILE
+    if config.use_dora:
+        logger.warning("%s: diffusers and peft read DoRA; ComfyUI leaves its magnitudes out: give it --merge", file)
+    if config.modules_to_save:
+        logger.warning("%s lacks %s, which peft alone reads: give --merge", file, ", ".join(config.modules_to_save))
+    return of_peft.shared_files(model, checkpoint)
 
 
 def merged_model(components: Components, checkpoint: Path) -> tuple[nn.Module, Read]:

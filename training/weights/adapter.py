@@ -11,8 +11,9 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from models.adapter_files import check_folder, load_adapter
+from models.adapter_files import check_adapter, load_adapter
 from models.adapters import initialise_adapters, inject
+from models.weights import first_and_count
 from training.config.adapter import has_adapter
 from training.errors import UserError, as_user_error
 from training.metrics.progress import phase
@@ -55,29 +56,31 @@ def warn_of_unused(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class RunAdapter:
-    """The values that the adapter of a run starts from: those in `folder`, or a function of `seed`."""
+    """The values that the adapter of a run starts from: those at `path`, or a function of `seed`."""
 
     seed: int
     given: str | None
-    folder: Path | None
+    path: Path | None
 
     @classmethod
     def of(cls, config: DictConfig, model: nn.Module, starts: bool) -> RunAdapter | None:
         """Returns the adapter of the run of `config`, None if it trains the whole model.
 
-        A run that does not start takes its values from a checkpoint, and reads no `adapter.weights`. Raises UserError
-        if these are not the files of an adapter that fits `model`.
+        A run that does not start takes its values from a checkpoint, and reads no `adapter.weights`. Warns of parts of
+        these for other models. Raises UserError if they are not an adapter that fits `model`.
         """
         if not has_adapter(config):
             return None
         given = config.adapter.weights if starts else None
         if given is None:
             return cls(config.seed, None, None)
-        folder = home_expanded(KEY, given)
-        refuse_run(KEY, given, folder)
+        path = home_expanded(KEY, given)
+        refuse_run(KEY, given, path)
         with as_user_error(f"{KEY}={given}: "):
-            check_folder(model, folder)
-        return cls(config.seed, given, folder)
+            left_out = check_adapter(model, path)
+        if left_out:
+            logger.warning("%s=%s: %s left out, of a text encoder", KEY, given, first_and_count(left_out))
+        return cls(config.seed, given, path)
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
         """Fills the adapter of `model`, whose base has its values.
@@ -86,6 +89,6 @@ class RunAdapter:
         """
         with phase("initialising the adapter"), as_user_error("adapter=dora: "):
             initialise_adapters(model, self.seed, device)
-        if self.folder is not None:
+        if self.path is not None:
             with as_user_error(f"{KEY}={self.given}: "):
-                load_adapter(model, self.folder)
+                load_adapter(model, self.path)

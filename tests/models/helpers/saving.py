@@ -9,12 +9,9 @@ from torch import nn
 
 from models.adapter_files import (
     CONFIG_FILE,
-    DIFFUSERS_FILE,
     WEIGHTS_FILE,
     adapter_config,
     adapter_tensors,
-    diffusers_file,
-    is_of_diffusers,
 )
 from models.diffusion_files import diffusion_files
 from models.hf_saving import hf_files
@@ -46,11 +43,8 @@ def save_diffusion(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SH
 
 
 def save_adapter(model: nn.Module, folder: Path, base: str | None = None) -> None:
-    """Writes the files of the adapter of `model` to `folder`, as a checkpoint and its export do."""
+    """Writes the files of the adapter of `model` to `folder`, as a checkpoint does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_bytes(adapter_config(model, base))
     with open(folder / WEIGHTS_FILE, "wb") as file:
         write_tensors(file.write, adapter_tensors(model))
-    if is_of_diffusers(model):
-        with open(folder / DIFFUSERS_FILE, "wb") as file:
-            diffusers_file(model, folder / WEIGHTS_FILE)(file.write)

@@ -9,19 +9,25 @@ import diffusers
 import pytest
 import torch
 from peft import PeftModel
-from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
+from models.adapter_files import adapter_tensors
+from models.adapters import Dora, inject
+from models.diffusion import build_diffusion
 from models.weights import load_weights
+from tests.models.helpers.saving import save_adapter
+from tests.models.helpers.unets import UNET as TINY_UNET
 from tests.test_any_model import COMMON, GPT2, UNET
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, saved_run
 from tests.training.helpers.pretrained_folder import SIZES, STOPS, save_pretrained
 from training.data.tokenizer_folder import files_in
 from training.errors import UserError
-from training.saved_runs.export import companions, export, files_of
+from training.saved_runs.export import adapter_files, companions, export, files_of
 from training.saved_runs.finding import load_model
 from training.settle.components import Components, acquired, attached
+from training.weights.adapter import RunAdapter
 from training.weights.filling import fill_buffers
 
 TEXT = ("dataset=stdlib", "dataset.max_tokens=20000")
@@ -165,14 +171,36 @@ def test_the_adapter_alone_is_that_of_the_checkpoint(adapted: tuple[Path, torch.
         assert (tmp_path / "adapter" / name).read_bytes() == (folder / "checkpoints/step-00000002" / name).read_bytes()
 
 
-def test_that_of_a_model_of_diffusers_has_a_file_that_its_pipelines_load(tmp_path: Path):
-    folder = saved_run(tmp_path / "run", *COMMON, *UNET, "steps=1", "checkpoint.every=1", *ADAPTED)
+def test_that_of_a_model_of_diffusers_has_its_scale_in_the_matrices(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    job = (*COMMON, *UNET, *ADAPTED)
+    folder = saved_run(tmp_path / "run", *job, "steps=1", "checkpoint.every=1", "adapter.modules_to_save=[conv_in]")
     names = export(str(folder), str(tmp_path / "out"), [])
     assert names == ["adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors"]
-    with safe_open(tmp_path / "out" / names[1], "pt") as pefts, safe_open(tmp_path / "out" / names[2], "pt") as ours:
-        expected = {name.replace("base_model.model.", "unet.", 1): pefts.get_tensor(name) for name in set(pefts.keys())}
-        assert expected.keys() == set(ours.keys())
-        assert all(torch.equal(tensor, ours.get_tensor(name)) for name, tensor in expected.items())
+    own = load_file(folder / "checkpoints" / "step-00000001" / names[1])
+    pefts, shared = (load_file(tmp_path / "out" / name) for name in names[1:])
+    # alpha / rank is 32 / 2.
+    assert all(torch.equal(pefts[name], own[name] * (16 if ".lora_B." in name else 1)) for name in own)
+    assert written(tmp_path / "out", names[0])["lora_alpha"] == 2
+    assert len(shared) == len([name for name in own if ".lora_" in name])
+    assert caplog.messages == ["pytorch_lora_weights.safetensors lacks conv_in, which peft alone reads: give --merge"]
+    # It begins a run, with alpha of that run; what is of other models is named.
+    extended = tmp_path / "extended.safetensors"
+    save_file(shared | {"text_encoder.q_proj.lora_A.weight": torch.ones(2)}, extended)
+    components = components_of(*job, f"adapter.weights={extended}")
+    adapter = RunAdapter.of(components.config, components.model, starts=True)
+    assert caplog.messages[-1].endswith("text_encoder.q_proj.lora_A.weight left out, of a text encoder")
+    components.model.to_empty(device="cpu")
+    adapter.fill(components.model, torch.device("cpu"))
+    assert all(torch.equal(tensor, own[name]) for name, tensor in adapter_tensors(components.model).items())
+
+
+def test_that_comfy_reads_no_dora_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with torch.device("meta"):
+        model = build_diffusion("UNet2DModel", TINY_UNET)
+    inject(model, Dora(2, 4, targets=["conv1"]), torch.float32)
+    save_adapter(model.to_empty(device="cpu"), tmp_path)
+    assert len(adapter_files(model, tmp_path)) == 3
+    assert "ComfyUI leaves its magnitudes out: give it --merge" in caplog.text
 
 
 @pytest.mark.slow
