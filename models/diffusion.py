@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -96,6 +96,7 @@ class DiffusionModel(nn.Module):
         optional_conditions: the names of further conditions that it takes.
         sample_shape: the shape of one image, [C, H, W]; None where the model takes any size.
         num_labels: the labels that have an embedding, that for no label included; None for a model without labels.
+        takes_steps: whether `timestep` may be whole numbers of steps.
     """
 
     def __init__(self, network: nn.Module, family: Family):
@@ -106,26 +107,35 @@ class DiffusionModel(nn.Module):
         self.optional_conditions = family.optional
         self.sample_shape = family.sample_shape(network.config)
         self.num_labels = family.num_labels(network.config)
+        self.takes_steps = family.takes_steps(network.config)
         family.adapt(network)
 
     def forward(self, noisy: Tensor, timestep: Tensor, **condition: Tensor) -> Tensor:
-        """Predicts the velocity from image to noise.
+        """Predicts the velocity from image to noise; with whole steps what its training made it predict, as noise.
 
         Args:
             noisy: [B, C, H, W], or [B, C, frames, H, W] of a video; converted to the model's dtype.
-            timestep: float32 [B], from 0 (image) to 1 (noise).
+            timestep: float32 [B], from 0 (image) to 1 (noise); or int64 [B], steps from 0 (image) to 999 (noise).
             condition: `labels`, int64 [B], and embeddings, as in `condition_shapes`.
 
         Returns:
-            The velocity, of the shape of `noisy`, in the model's dtype.
+            The prediction, of the shape of `noisy`, in the model's dtype. A second half of the model's channels, a
+            variance, is left out.
 
-        Raises ValueError if a condition is missing or unknown, or the images have a shape that the model does not take.
+        Raises ValueError if a condition is missing or unknown, the images have a shape that the model does not take, or
+        it takes no whole steps.
         """
         self._check(noisy, condition)
+        if not (self.takes_steps or timestep.is_floating_point()):
+            raise ValueError(f"{type(self.network).__name__} takes times from 0 to 1, and no whole steps")
         # Not that of the first parameter, which may be one that its class keeps in float32.
         dtype = self.network.dtype
         inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
         return self._family.velocity(self.network, noisy.to(dtype), timestep, inputs)
+
+    def tokens(self, shape: Sequence[int]) -> int | None:
+        """Returns the patches of latents of `shape`, [C, ...]; None where the model is not known to make any."""
+        return self._family.tokens(self.network.config, shape)
 
     def fill_buffers(self) -> None:
         """Fills the buffers, after construction on the meta device, as construction on the CPU does. Raises ValueError.

@@ -1,8 +1,8 @@
 """A table of the classes of diffusers: the conditions that each takes, with their sizes, and what follows from them.
 
 `models.diffusion_family.Called` explains the columns. The values are those of the classes' own pipelines: scales and
-directions of times, numbers of tokens, layouts. Models of other objectives (noise, EDM) learn velocities here.
-Those of images are here, and `FAMILIES` has those of videos and sounds too.
+directions of times, numbers of tokens, layouts. Models of noise or v are called with whole steps instead of times;
+those of EDM learn velocities here. Those of images are here, and `FAMILIES` has those of videos and sounds too.
 """
 
 from __future__ import annotations

@@ -2,21 +2,24 @@
 
 The uniform call is `velocity(network, noisy, timestep, condition)`: noisy and velocity [B, C, H, W] (videos
 [B, C, frames, H, W], sounds [B, C, length], embeddings [B, C]), timestep float32 [B] from 0 (image) to 1 (noise),
-condition by name. `Called` is the general rule: a class is called as its row in `models.diffusion_families` says.
+condition by name. A model that was trained to predict noise, v or images is called with int64 steps instead, and
+returns what it predicts. `Called` is the general rule: a class is called as its row in `models.diffusion_families`
+says.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from models.diffusion_inputs import Given
-from models.diffusion_layouts import AS_THEY_ARE, Layout
+from models.diffusion_layouts import AS_THEY_ARE, Layout, Patches
 
 Shape = tuple[int | None, ...]
 Config = Mapping[str, Any]
@@ -70,6 +73,18 @@ class Family(ABC):
     def channels(self, config: Config) -> int:
         """Returns the channels of `noisy`."""
         return config["in_channels"]
+
+    def takes_steps(self, config: Config) -> bool:
+        """Tells whether the model can be called with whole numbers of steps, from 0 (image) to 999 (noise)."""
+        return True
+
+    def tokens(self, config: Config, shape: Sequence[int]) -> int | None:
+        """Returns the patches of latents of `shape`, [C, ...]; None where the model is not known to make any."""
+        patch = config.get("patch_size")
+        if patch is None:
+            return None
+        sides = (config.get("patch_size_t") or 1, patch, patch) if isinstance(patch, int) else patch
+        return prod(shape[1:]) // prod(sides)
 
     def adapt(self, network: nn.Module) -> None:
         """Changes the new model: where it draws random numbers that the loop draws, say."""
@@ -158,6 +173,14 @@ class Called(Family):
         made = size_of(config, self.out_channels) if self.beside else None
         return self.layout.channels(taken if made is None else made)
 
+    def takes_steps(self, config: Config) -> bool:
+        return size_of(config, self.steps) == STEPS and not self.from_noise and not self.to_image
+
+    def tokens(self, config: Config, shape: Sequence[int]) -> int | None:
+        if isinstance(self.layout, Patches):
+            return prod(shape[1:]) // prod(self.layout.sides)
+        return super().tokens(config, shape)
+
     def adapt(self, network: nn.Module) -> None:
         if self.adapted is not None:
             self.adapted(network)
@@ -168,7 +191,7 @@ class Called(Family):
             raise ValueError(f"the model takes images of shape {list(self.sample_shape(config))}, not {list(shape)}")
         latents, condition = joined(noisy, condition)
         given = Given(network, noisy, timestep, condition)
-        time = (1 - timestep if self.from_noise else timestep) * size_of(config, self.steps)
+        time = steps_of(1 - timestep if self.from_noise else timestep, size_of(config, self.steps))
         arguments = {
             self.latents: self.layout.packed(latents),
             self.time: time.to(noisy.dtype) if self.rounded else time,
@@ -183,6 +206,11 @@ class Called(Family):
         if self.variance:
             output = output[:, : noisy.shape[1]]
         return -output if self.to_image else output
+
+
+def steps_of(timestep: Tensor, steps: float = STEPS) -> Tensor:
+    """Returns times from 0 to 1 as a model counts them, of which 1 is `steps`; int64 steps are so already."""
+    return timestep * steps if timestep.is_floating_point() else timestep
 
 
 def size_of(config: Config, size: Size) -> Any:

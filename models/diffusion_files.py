@@ -16,6 +16,9 @@ from models.weights import MAX_SHARD_BYTES, index_of
 from models.whole_folder import Fill, bytes_of
 
 CONFIG_FILE = "config.json"
+# The configuration of a scheduler in its folder, and that of a whole pipeline.
+SCHEDULER_FILE = "scheduler_config.json"
+PIPELINE_FILE = "model_index.json"
 STEM = "diffusion_pytorch_model"
 SINGLE_FILE = f"{STEM}.safetensors"
 INDEX_FILE = f"{SINGLE_FILE}.index.json"
@@ -25,6 +28,22 @@ def config_folder(path: Path) -> Path | None:
     """Returns the folder of the model: `path`, or in the folder of a pipeline `transformer` or `unet`. None: none."""
     folders = (path, path / "transformer", path / "unet")
     return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
+
+
+def scheduler_file(path: Path) -> Path | None:
+    """Returns the configuration of the scheduler of `path`: that file itself, or of a folder the file in it.
+
+    Of a pipeline's folder it is the one in its folder `scheduler`, and so it is of one of its models, or of their
+    files. None: there is none.
+    """
+    path = path.absolute()
+    if path.name == SCHEDULER_FILE and path.is_file():
+        return path
+    folder = path if path.is_dir() else path.parent
+    places = [folder, folder / "scheduler"]
+    if (folder / CONFIG_FILE).is_file():
+        places.append(folder.parent / "scheduler")
+    return next((place / SCHEDULER_FILE for place in places if (place / SCHEDULER_FILE).is_file()), None)
 
 
 def file_of(path: str | Path) -> Path:

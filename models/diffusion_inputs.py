@@ -80,7 +80,7 @@ def number(argument: str, value: float, key: str | None = None) -> Made:
     def made(given: Given) -> dict[str, Any]:
         if argument in given.condition or (key is not None and given.config[key] is None):
             return {}
-        return {argument: torch.full_like(given.timestep, value)}
+        return {argument: torch.full_like(given.timestep, value, dtype=torch.float32)}
 
     return made
 
@@ -120,7 +120,7 @@ def guidance(scale: float, rounded: bool = False) -> Made:
     def made(given: Given) -> dict[str, Any]:
         if not given.config["guidance_embeds"]:
             return {}
-        dtype = given.noisy.dtype if rounded else given.timestep.dtype
+        dtype = given.noisy.dtype if rounded else torch.float32
         return {"guidance": torch.full_like(given.timestep, scale, dtype=dtype)}
 
     return made

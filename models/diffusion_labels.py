@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from models.diffusion_family import OTHER_LATENTS, STEPS, Config, Family, Shape, joined, require, square
+from models.diffusion_family import OTHER_LATENTS, Config, Family, Shape, joined, require, square, steps_of
 
 
 class Unet(Family):
@@ -36,7 +36,7 @@ class Unet(Family):
 
     def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
         noisy, condition = joined(noisy, condition)
-        return network(noisy, timestep * STEPS, class_labels=condition.get("labels"), return_dict=False)[0]
+        return network(noisy, steps_of(timestep), class_labels=condition.get("labels"), return_dict=False)[0]
 
 
 class ConditionedUnet(Unet):
@@ -80,7 +80,7 @@ class ConditionedUnet(Unet):
         latents, condition = joined(noisy, condition)
         output = network(
             latents,
-            timestep * STEPS,
+            steps_of(timestep),
             condition.get("encoder_hidden_states"),
             class_labels=condition.get("labels"),
             encoder_attention_mask=condition.get("encoder_attention_mask"),
@@ -126,5 +126,5 @@ class Dit(Family):
         if tuple(noisy.shape[1:]) != shape:
             # It would take other places for the patches, or none at all.
             raise ValueError(f"the model takes images of shape {list(shape)}, not {list(noisy.shape[1:])}")
-        output = network(noisy, timestep * STEPS, class_labels=condition["labels"], return_dict=False)[0]
+        output = network(noisy, steps_of(timestep), class_labels=condition["labels"], return_dict=False)[0]
         return output[:, : noisy.shape[1]]

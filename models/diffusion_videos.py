@@ -73,6 +73,8 @@ VIDEOS: dict[str, Family] = {
         sizes={**sizes_of_text(512, "text_dim"), "encoder_hidden_states_image": (257, "image_dim")},
         layout=FRAMES_FIRST,
         inputs=(times_of_frames,),
+        # Its times are among the inputs.
+        steps=1,
     ),
     "ChronoEditTransformer3DModel": Called(**_WAN),
     # The pipeline for image-to-video of its version 1.5 gives an offset of 2.

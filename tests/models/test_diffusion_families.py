@@ -32,8 +32,14 @@ def test_a_class_is_called_as_its_pipeline_calls_it(name: str) -> None:
         arguments = given | CALLS[name](name, noisy)
         # It is among the channels.
         arguments.pop("other_latents", None)
-        output = small(name).network(**arguments, return_dict=False)
-        found = small(name)(noisy, TIMES, **condition)
+        own = small(name)
+        output = own.network(**arguments, return_dict=False)
+        found = own(noisy, TIMES, **condition)
+        if own.takes_steps:
+            assert torch.equal(own(noisy, (TIMES * 1000).long(), **condition), found)
+        else:
+            with pytest.raises(ValueError, match="takes times from 0 to 1, and no whole steps"):
+                own(noisy, (TIMES * 1000).long(), **condition)
     expected = back(name, output[0] if isinstance(output, tuple) else output, noisy)
     assert torch.allclose(found, -expected if name in BACKWARDS else expected, atol=1e-6)
 

@@ -63,6 +63,26 @@ def test_times_are_scaled_and_float32_unless_they_are_rounded() -> None:
     assert torch.equal(network.inputs["t"], TIMES.bfloat16())
 
 
+def test_whole_steps_go_in_as_they_are_where_a_class_counts_them() -> None:
+    network, noisy, steps = Network(), torch.randn(2, 4, 2, 2), torch.tensor([0, 999])
+    Called().velocity(network, noisy, steps, {})
+    assert network.inputs["timestep"] is steps
+    Called(rounded=True).velocity(network, noisy.bfloat16(), steps, {})
+    assert torch.equal(network.inputs["timestep"], steps.bfloat16())
+    assert Called().takes_steps(CONFIG)
+    assert not any(
+        Called(**one).takes_steps(CONFIG) for one in ({"steps": 1}, {"from_noise": True}, {"to_image": True})
+    )
+
+
+def test_tokens_are_the_patches_of_latents() -> None:
+    assert Called(layout=Patches((2, 1))).tokens({"patch_size": 1}, (4, 6, 4)) == 12
+    assert Called().tokens({"patch_size": 2}, (4, 6, 4)) == 6
+    assert Called().tokens({"patch_size": 2, "patch_size_t": 3}, (4, 6, 4, 4)) == 8
+    assert Called().tokens({"patch_size": (1, 2, 2)}, (4, 6, 4, 4)) == 24
+    assert Called().tokens({}, (4, 6, 4)) is None
+
+
 def test_a_class_that_counts_from_noise_to_image_is_turned_round() -> None:
     network, noisy = Network(), torch.randn(2, 4, 2, 2)
     found = Called(steps=1, from_noise=True, to_image=True).velocity(network, noisy, TIMES, {})

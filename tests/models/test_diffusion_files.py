@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models.diffusion import DiffusionModel, build_diffusion
-from models.diffusion_files import diffusion_files
+from models.diffusion_files import diffusion_files, scheduler_file
 from tests.models.helpers.saving import save_diffusion
 from tests.offload.helpers.diffusion_architectures import HEADS
 
@@ -85,3 +85,15 @@ def test_a_model_without_memory_is_not_saved() -> None:
         model = small(0)
     with pytest.raises(ValueError, match="is on the meta device: allocate its memory"):
         diffusion_files(model)
+
+
+def test_a_scheduler_is_found_from_its_pipeline_and_from_a_model_in_one(tmp_path: Path) -> None:
+    pipeline, alone = tmp_path / "pipeline", tmp_path / "alone"
+    file = pipeline / "scheduler" / "scheduler_config.json"
+    diffusers.DDPMScheduler().save_pretrained(file.parent)
+    save_diffusion(small(0), pipeline / "transformer")
+    save_diffusion(small(0), alone)
+    weights = pipeline / "transformer" / "diffusion_pytorch_model.safetensors"
+    for place in (pipeline, file.parent, file, weights.parent, weights):
+        assert scheduler_file(place) == file
+    assert not any(map(scheduler_file, (tmp_path, alone, alone / weights.name)))

@@ -272,6 +272,7 @@ TASKS = {
     "causal_lm": "training.tasks.causal_lm.CausalLM",
     "dpo": "training.tasks.dpo.DPO",
     "flow_matching": "training.tasks.flow_matching.FlowMatching",
+    "noise_prediction": "training.tasks.noise_prediction.NoisePrediction",
     "classification": "training.tasks.classification.Classification",
 }
 QUANTIZE = {

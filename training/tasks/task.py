@@ -124,6 +124,13 @@ class Task(ABC):
         """
         return
 
+    def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
+        """Takes over what the files of the model, which `check_model` has seen, ask of the task.
+
+        Returns by key what was chosen, and why. Raises UserError if they do not fit this task.
+        """
+        return {}
+
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         """Raises UserError if the dataset does not fit this task, or not the model, which `check_model` has seen."""
         return

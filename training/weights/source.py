@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from models.diffusion_files import PIPELINE_FILE, SCHEDULER_FILE, scheduler_file
 from training.data.hub_client import HubName
 from training.errors import UserError, as_user_error
 from training.metrics.progress import phase
@@ -17,6 +18,7 @@ from training.runs.files import home_expanded
 from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, weight_files_in
 
 KEY = "model.source"
+SCHEDULER_FILES = [PIPELINE_FILE, f"scheduler/{SCHEDULER_FILE}"]
 
 
 def local_source(given: str) -> str:
@@ -53,6 +55,27 @@ def source_digest(model: DictConfig) -> str | None:
     folder = Path(local_source(model.source))
     file = folder / part_in(folder) / CONFIG_FILE
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def scheduler_of(model: DictConfig) -> Path | None:
+    """Returns the scheduler_config.json of the pipeline of `model.weights`, else that of `model.source`; None: neither.
+
+    That of a model on the Hub is downloaded, with the pipeline's own configuration, unless it is in the client's cache.
+
+    Raises UserError if the Hub cannot be reached.
+    """
+    for name in ("weights", "source"):
+        given = model.get(name)
+        if given is None:
+            continue
+        path, hub = home_expanded(f"model.{name}", given), HubName.of(given)
+        if not path.exists() and hub is not None:
+            path = hub.cached_folder(SCHEDULER_FILES)
+            if path is None or scheduler_file(path) is None:
+                path = hub.folder(f"model.{name}", SCHEDULER_FILES)
+        if path.exists() and (file := scheduler_file(path)):
+            return file
+    return None
 
 
 def weights_of_source(model: DictConfig) -> str | None:

@@ -63,18 +63,18 @@ class TestPrepared:
         task = FlowMatching(null_class=CLASSES, drop_condition=0.5)
         large, again, other = (task.prepared(labelled(6), seed) for seed in (5, 5, 6))
         small = task.prepared(labelled(4), 5)
-        for name in ("noise", "timestep", "labels"):
+        for name in ("noisy", "target", "timestep", "labels"):
             assert torch.equal(large[name], again[name])
             assert torch.equal(large[name][:4], small[name])
-        assert not torch.equal(large["noise"], other["noise"])
+        assert not torch.equal(large["target"], other["target"])
         assert not torch.equal(large["timestep"], other["timestep"])
-        assert len(large["noise"].unique()) == large["noise"].numel()
+        assert len(large["target"].unique()) == large["target"].numel()
 
     def test_the_layout_of_images_in_memory_changes_nothing(self) -> None:
         task = FlowMatching()
         images = torch.rand(2, 3, 4, 4)
         last = images.contiguous(memory_format=torch.channels_last)
-        assert torch.equal(task.prepared({"images": images}, 0)["noise"], task.prepared({"images": last}, 0)["noise"])
+        assert torch.equal(task.prepared({"images": images}, 0)["noisy"], task.prepared({"images": last}, 0)["noisy"])
 
     def test_it_takes_nothing_from_the_global_generator(self) -> None:
         state = torch.random.get_rng_state()
@@ -85,7 +85,8 @@ class TestPrepared:
     def test_times_are_logit_normal_and_noise_is_normal(self, mean: float, std: float) -> None:
         task = FlowMatching(timestep_mean=mean, timestep_std=std)
         prepared = task.prepared({"images": torch.zeros(4000, 1, 1, 1)}, 0)
-        noise, times = prepared["noise"], prepared["timestep"]
+        noise, times = prepared["target"], prepared["timestep"]
+        assert torch.equal(prepared["noisy"], times.view(-1, 1, 1, 1) * noise)
         assert noise.mean().item() == pytest.approx(0, abs=0.06)
         assert noise.std().item() == pytest.approx(1, abs=0.04)
         assert times.dtype == torch.float32
@@ -133,12 +134,14 @@ class TestPrepared:
 class TestLoss:
     def test_it_is_the_error_of_the_velocity_between_image_and_noise(self) -> None:
         task, model = FlowMatching(null_class=CLASSES), Linear()
-        batch = task.prepared(labelled(5), 0)
+        given = labelled(5)
+        batch = task.prepared(given, 0)
+        tensors = (given["images"], batch["target"], batch["timestep"], batch["labels"])
         expected = 0.0
-        for x, n, t, label in zip(*(batch[k].tolist() for k in ("images", "noise", "timestep", "labels")), strict=True):
-            for a, b in zip(chain(*x[0]), chain(*n[0]), strict=True):
-                point = (1 - t) * a + t * b
-                expected += (0.5 * point - 0.25 * t + 0.125 * label - (b - a)) ** 2
+        for x, v, t, label in zip(*(each.tolist() for each in tensors), strict=True):
+            for a, b in zip(chain(*x[0]), chain(*v[0]), strict=True):
+                point = (1 - t) * a + t * (a + b)
+                expected += (0.5 * point - 0.25 * t + 0.125 * label - b) ** 2
         assert task.loss(model, batch).item() == pytest.approx(expected / (5 * 16), rel=1e-5)
         _, timestep, condition = model.calls[0]
         assert torch.equal(timestep, batch["timestep"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from training.checkpoints.base import BaseReference
 from training.checkpoints.state import read_state
 from training.errors import UserError
 from training.weights.files import ModelWeights
-from training.weights.source import local_source, source_digest, weights_of_source
+from training.weights.source import local_source, scheduler_of, source_digest, weights_of_source
 
 TINY_UNET = {**TINY, "num_class_embeds": 4}
 SHARD_BYTES = 3000
@@ -46,6 +47,8 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
         "unet/diffusion_pytorch_model.fp16.safetensors": b"half",
         "vae/config.json": b"{}",
         "vae/a.safetensors": b"",
+        "model_index.json": b"{}",
+        "scheduler/scheduler_config.json": b'{"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}',
     }
     earlier = trained("gpt2")
     for parameter in earlier.parameters():
@@ -124,8 +127,25 @@ def test_a_pipeline_has_its_model_in_a_part(hub: Path, tmp_path: Path):
     own, found = build_diffusion("UNet2DModel", TINY_UNET), build_diffusion("UNet2DModel", TINY_UNET)
     load_weights(found, tmp_path / "run" / "checkpoints" / "step-00000001")
     assert all(torch.equal(a, b) for a, b in zip(own.parameters(), found.parameters(), strict=True))
-    assert {name.partition("/")[0] for name in downloaded(hub)} == {"unet"}
+    assert {name.partition("/")[0] for name in downloaded(hub)} == {"unet", "scheduler", "model_index.json"}
     assert not any("fp16" in name for name in downloaded(hub))
+    assert "task.shift" in (tmp_path / "run" / "plan.json").read_text()
+
+
+def test_the_scheduler_is_that_of_the_weights_before_that_of_the_source(hub: Path, tmp_path: Path):
+    (tmp_path / "own" / "scheduler").mkdir(parents=True)
+    file = tmp_path / "own" / "scheduler" / "scheduler_config.json"
+    file.write_text("{}")
+
+    def found(weights: str | None, source: str) -> Path | None:
+        return scheduler_of(OmegaConf.create({"weights": weights, "source": source}))
+
+    assert found(None, "UNet2DModel") is None
+    assert found(None, "me/gpt2") is None
+    assert found(str(file.parents[1]), "me/pipeline") == file
+    of_hub = found("me/pipeline", str(file.parents[1]))
+    assert of_hub == found("me/gpt2", "me/pipeline")
+    assert json.loads(of_hub.read_text())["shift"] == 3
 
 
 def test_a_plan_needs_the_configuration_alone(hub: Path):

@@ -1,0 +1,169 @@
+"""What tasks of diffusion models share: the scheduler that decides between them, and the same numbers in all modes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from tests.models.helpers.saving import save_diffusion
+from tests.models.helpers.small_diffusion import SMALL, inputs_of, small
+from tests.models.test_diffusion_scheduler import SCALED, pipeline, saved
+from tests.test_any_diffusion import job
+from tests.test_any_model import curve
+from tests.training.helpers.in_process import run_here
+from tests.training.tasks.test_noise_prediction import drawn
+from training.errors import UserError
+from training.tasks.flow_matching import FlowMatching
+from training.tasks.noise_prediction import NoisePrediction
+
+TASKS = {"flow_matching": FlowMatching, "noise_prediction": NoisePrediction}
+FLOW, EULER = "FlowMatchEulerDiscreteScheduler", "EulerDiscreteScheduler"
+
+
+def config_of(source: object, weights: object = None) -> DictConfig:
+    return OmegaConf.create({"model": {"source": str(source), "weights": None if weights is None else str(weights)}})
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "config", "message"),
+    [
+        ("flow_matching", EULER, SCALED, "a model that predicts epsilon: take task=noise_prediction"),
+        ("flow_matching", "DDIMScheduler", {"prediction_type": "v_prediction"}, "predicts v_prediction: take task=noi"),
+        ("noise_prediction", FLOW, {}, "a model that predicts velocities: take task=flow_matching"),
+    ],
+)
+def test_a_scheduler_of_another_task_is_refused(
+    tmp_path: Path, task: str, name: str, config: dict, message: str
+) -> None:
+    file, model = saved(tmp_path / "scheduler", name, **config), small("sd3")
+    save_diffusion(model, tmp_path / "transformer")
+    for source in (tmp_path, tmp_path / "transformer", tmp_path / "transformer/diffusion_pytorch_model.safetensors"):
+        with pytest.raises(UserError, match=rf"^task={task}: {file} belongs to .*{message}\w*$"):
+            TASKS[task]().fit(config_of("x", source), model)
+    with pytest.raises(UserError, match=r"or task.scheduler=null for weights from the seed$"):
+        TASKS[task]().fit(config_of(tmp_path), model)
+    TASKS[task](scheduler=None).fit(config_of(tmp_path), model)
+    (other,) = TASKS.keys() - {task}
+    TASKS[other]().fit(config_of(tmp_path, tmp_path), model)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_weights_without_a_scheduler_are_refused(tmp_path: Path, task: str) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    message = rf"^task.scheduler=auto: there is no scheduler_config.json beside model.weights={weights}, .* or null if"
+    with pytest.raises(UserError, match=message):
+        TASKS[task]().fit(config_of("UNet2DModel", weights), small("unet"))
+    TASKS[task](scheduler=None).fit(config_of("UNet2DModel", weights), small("unet"))
+    TASKS[task]().fit(config_of("UNet2DModel"), small("unet"))
+
+
+def test_a_scheduler_may_be_given(tmp_path: Path) -> None:
+    file = saved(tmp_path / "mine", EULER, **SCALED, prediction_type="v_prediction")
+    task = NoisePrediction(scheduler=str(file.parent))
+    reasons = task.fit(config_of("UNet2DModel", tmp_path), small("unet"))
+    assert reasons == {"task.scheduler": f"v_prediction, 1000 steps, scaled_linear betas: that of {file}"}
+    with pytest.raises(UserError, match=r"^task.scheduler=nowhere: no scheduler_config.json there: give that file"):
+        NoisePrediction(scheduler="nowhere").fit(config_of("UNet2DModel"), small("unet"))
+    file.write_text("{}")
+    with pytest.raises(UserError, match=rf"^task.scheduler={file}: {file}: _class_name=None .*; or take .*=null$"):
+        NoisePrediction(scheduler=str(file)).fit(config_of("UNet2DModel"), small("unet"))
+
+
+def loss_of_script(folder: Path, name: str, seed: int, mu: float | None) -> tuple[Tensor, Tensor]:
+    """The times of a seed, moved by the scheduler of diffusers itself, and the loss at them."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
+    images, condition = inputs_of(name)
+    noise, normal = drawn(images, seed, lambda generator: torch.randn((), generator=generator))
+    scheduler.set_timesteps(sigmas=normal.sigmoid().tolist(), mu=mu)
+    times = scheduler.sigmas[:-1]
+    if mu is not None:
+        # As numpy rounds it, and as torch does.
+        assert torch.allclose(times, scheduler.time_shift(mu, 1.0, normal.sigmoid()), rtol=1e-6)
+        times = scheduler.time_shift(mu, 1.0, normal.sigmoid())
+    t = times.view(-1, 1, 1, 1)
+    velocity = small(name)((1.0 - t) * images + t * noise, times, **condition)
+    return times, torch.nn.functional.mse_loss(velocity.float(), noise - images)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "tokens"),
+    [
+        ("sd3", {"shift": 3.0}, None),
+        ("flux", {"use_dynamic_shifting": True, "base_shift": 0.9, "max_shift": 2.0}, 6),
+        ("sd3", {"use_dynamic_shifting": True, "time_shift_type": "linear"}, 16),
+        ("unet", {}, None),
+    ],
+)
+def test_times_of_flow_matching_are_moved_by_the_shift_of_the_scheduler(
+    tmp_path: Path, name: str, numbers: dict, tokens: int | None
+) -> None:
+    file = saved(tmp_path / "scheduler", FLOW, **numbers)
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    model, task = small(name), FlowMatching(drop_condition=0)
+    reasons = task.fit(config_of(tmp_path, tmp_path), model)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path, subfolder="scheduler").config
+    bounds = scheduler.base_image_seq_len, scheduler.max_image_seq_len, scheduler.base_shift, scheduler.max_shift
+    mu = None if tokens is None else calculate_shift(tokens, *bounds)
+    assert list(reasons) == ["task.shift"]
+    assert str(file) in reasons["task.shift"]
+    images, condition = inputs_of(name)
+    for seed in range(3):
+        times, expected = loss_of_script(tmp_path, name, seed, mu)
+        prepared = task.prepared({"images": images, **condition}, seed)
+        assert torch.equal(prepared["timestep"], times)
+        assert torch.equal(task.loss(model, prepared), expected)
+
+
+def test_a_shift_that_is_given_counts(tmp_path: Path) -> None:
+    pipeline(tmp_path, "DDPMPipeline")
+    task = FlowMatching(shift=2.0)
+    assert task.fit(config_of(tmp_path, tmp_path), small("unet")) == {}
+    images = torch.zeros(2, 1, 8, 8)
+    times = FlowMatching().prepared({"images": images}, 0)["timestep"]
+    assert torch.equal(task.prepared({"images": images}, 0)["timestep"], 2 * times / (1 + times))
+    with pytest.raises(UserError, match=r"^task.shift=null: .* does not tell how .*: give task.shift=NUMBER$"):
+        FlowMatching().fit(config_of(tmp_path, tmp_path), small("unet"))
+    pipeline(tmp_path, "FluxPipeline")
+    task = FlowMatching()
+    task.fit(config_of(tmp_path, tmp_path), small("unet"))
+    with pytest.raises(UserError, match=r"^task.shift=null: .*tokens, which are not known of this model: give task"):
+        task.prepared({"images": images}, 0)
+
+
+@pytest.mark.parametrize(
+    ("task", "scheduler", "name"),
+    [
+        ("noise_prediction", (EULER, {**SCALED, "prediction_type": "v_prediction"}), "sdxl"),
+        ("flow_matching", (FLOW, {"shift": 3.0}), "sd3"),
+    ],
+)
+@pytest.mark.usefixtures("small_activations")
+def test_a_pipeline_trains_to_the_same_losses_in_a_mode(
+    tmp_path: Path, task: str, scheduler: tuple[str, dict], name: str
+) -> None:
+    folder = tmp_path / "pipeline"
+    saved(folder / "scheduler", scheduler[0], **scheduler[1])
+    save_diffusion(small(name), folder / ("unet" if "UNet" in SMALL[name][0] else "transformer"))
+    left = ("model.source", "model.overrides", "task=")
+    given = [each for each in job(name) if not each.startswith(left)]
+    given += [f"model.source={folder}", "model.overrides=null", f"task={task}"]
+    if task == "noise_prediction":
+        given.append("task.snr_gamma=5")
+    run_here(tmp_path / "none", *given, "offload=none")
+    assert run_here(tmp_path / "streamed", *given, "offload=layer_stream")["transfer/h2d_gib"] > 0
+    assert curve(tmp_path / "streamed") == curve(tmp_path / "none")
+    assert len(curve(tmp_path / "none")) == 2
+    assert f"{folder}/scheduler" in (tmp_path / "none" / "plan.json").read_text()
+    (other,) = TASKS.keys() - {task}
+    refused = [each for each in given if not each.startswith("task")]
+    with pytest.raises(UserError, match=rf"take task={task}$"):
+        run_here(tmp_path / "other", *refused, f"task={other}")
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
