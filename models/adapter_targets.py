@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -114,6 +115,20 @@ def short_names(root: nn.Module, names: Sequence[str]) -> list[str]:
     last = sorted({name.rpartition(".")[2] for name in names})
     ending = {name for name, module in root.named_modules() if name.rpartition(".")[2] in last}
     return last if ending == set(names) else sorted(names)
+
+
+def patterns_of(root: nn.Module, names: Sequence[str]) -> list[str]:
+    """Returns few and short patterns that `target_names` has exactly the layers `names` for, with `*` for numbers."""
+    others = [name for name, _ in _layers(root) if name not in set(names)]
+    patterns: list[str] = []
+    for name in names:
+        if any(matches(name, pattern) for pattern in patterns):
+            continue
+        parts = re.sub(r"\b\d+\b", "*", name).split(".")
+        ends = [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
+        fitting = (end for end in ends if not any(matches(other, end) for other in others))
+        patterns.append(next(fitting, name))
+    return patterns
 
 
 def _expert_names(root: nn.Module) -> list[str]:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from models.adapter_targets import NAMED, short_names
-from models.adapters import NAME, adapter_layers, config_of, root_of
+from models.adapter_targets import NAMED, patterns_of
+from models.adapters import NAME, adapter_layers, config_of, root_of, without_adapters
 from models.quiet_imports import import_quantisers, without_remarks
 from models.safetensors_files import open_file
 from models.weights import first_and_count
@@ -204,8 +204,9 @@ def _check_layers(root: nn.Module, file: Path, found: Layers) -> None:
         raise ValueError(f"{file} has no {saved[0]}, which trains in full here: give modules_to_save=null")
     if not lacking and not more:
         return
-    short = short_names(root, list(found))
-    advice = f"give targets=[{','.join(short)}]" if len(short) <= NAMED else "choose its targets"
+    with without_adapters(root):
+        patterns = patterns_of(root, list(found))
+    advice = f"give targets=[{','.join(patterns)}]" if len(patterns) <= NAMED else "choose its targets"
     which = f"has {first_and_count(more)}, where" if more else f"lacks {first_and_count(lacking)}, where"
     raise ValueError(f"{file} {which} this adapter has {'nothing' if more else 'a part'}: {advice}")
 

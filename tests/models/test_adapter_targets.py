@@ -13,6 +13,7 @@ from models.adapter_targets import (
     expert_names,
     linear_names,
     matches,
+    patterns_of,
     saved_names,
     short_names,
     short_parameter_names,
@@ -160,3 +161,18 @@ def test_what_multiplies_with_a_matrix_has_its_kind():
     assert [name.rpartition(".")[2] for name in names] == ends
     assert short_parameter_names(root, names) == ["experts.down_proj", "experts.gate_up_proj"]
     assert short_parameter_names(root, names[:1]) == names[:1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "patterns"),
+    [
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+        (["layers.*.mlp.*"], ["gate_proj", "up_proj", "down_proj"]),
+        (["layers.1.*.q_proj"], ["model.layers.1.self_attn.q_proj"]),
+    ],
+)
+def test_patterns_stand_for_exactly_the_layers_that_they_are_made_of(targets: list[str], patterns: list[str]):
+    root = tiny("llama", "meta").hf
+    names = target_names(root, targets)
+    assert patterns_of(root, names) == patterns
+    assert target_names(root, patterns) == names

@@ -19,6 +19,7 @@ from models.adapter_files import (
     load_adapter,
     shared_files,
 )
+from models.adapter_targets import target_names
 from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, merge_adapter
 from models.diffusion import DiffusionModel
 from models.lora_files import METADATA, folded, scale_of, scaled
@@ -265,6 +266,20 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert torch.equal(output("sd3", model), before)
     with pytest.raises(ValueError, match=problem):
         check_adapter(model.to("meta"), path)
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_the_targets_that_an_error_names_fit(tmp_path: Path, name: str):
+    source = small(name)
+    blocks = target_names(source.network, None)
+    chosen = [layer for layer in blocks if "time_emb" not in layer and "add_" not in layer]
+    assert len(chosen) < len(blocks)
+    source.network.add_adapter(LoraConfig(r=4, target_modules=chosen))
+    path = by_pipeline(name, source.network, tmp_path)
+    with pytest.raises(ValueError, match=r"where this adapter has a part: give targets=\[\S+\]$") as refusal:
+        check_adapter(adapted(name, Lora(4, 8.0, targets=["*blocks*"])), path)
+    targets = str(refusal.value).rpartition("=[")[2].removesuffix("]").split(",")
+    load_adapter(adapted(name, Lora(4, 8.0, targets=targets)), path)
 
 
 def test_keys_that_diffusers_cannot_convert_are_one_line(tmp_path: Path):
