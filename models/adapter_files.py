@@ -168,7 +168,7 @@ def _check_config(model: nn.Module, file: Path) -> float:
     # Where a file lacks a key, peft takes its default.
     stored, own = LoraConfig().to_dict() | read_object(file, GIVE_OTHERS), config_of(model).to_dict()
     if stored["r"] != own["r"]:
-        raise ValueError(f"{file} has r={stored['r']}, and this adapter {own['r']}: give rank={stored['r']}")
+        raise ValueError(f"{file} has r={stored['r']}, and this adapter {own['r']}: give adapter.rank={stored['r']}")
     if stored["use_dora"] != own["use_dora"]:
         kind = "dora" if stored["use_dora"] else "lora"
         raise ValueError(f"{file} has use_dora={stored['use_dora']}, unlike this adapter: give adapter={kind}")

@@ -49,8 +49,9 @@ def scale_of(config: Mapping[str, Any]) -> float:
 
 
 def scaled(matrix: Tensor, factor: float) -> Tensor:
-    """Returns `matrix` times `factor`: exact, in its own dtype, for a power of two; else in float32, rounded there."""
-    return matrix * factor if math.frexp(factor)[0] == 0.5 else matrix.float() * factor
+    """Returns `matrix` times `factor`: bf16 by a power of two stays bf16, and is exact; all else is float32."""
+    exact = matrix.dtype == torch.bfloat16 and math.frexp(factor)[0] == 0.5
+    return matrix * factor if exact else matrix.float() * factor
 
 
 def folded(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
@@ -201,12 +202,12 @@ def _check_layers(root: nn.Module, file: Path, found: Layers) -> None:
     own = [name for name, _ in adapter_layers(root)]
     lacking, more = [name for name in own if name not in found], [name for name in found if name not in own]
     if saved := config_of(root).modules_to_save:
-        raise ValueError(f"{file} has no {saved[0]}, which trains in full here: give modules_to_save=null")
+        raise ValueError(f"{file} has no {saved[0]}, which trains in full here: give adapter.modules_to_save=null")
     if not lacking and not more:
         return
     with without_adapters(root):
         patterns = patterns_of(root, list(found))
-    advice = f"give targets=[{','.join(patterns)}]" if len(patterns) <= NAMED else "choose its targets"
+    advice = f"give adapter.targets=[{','.join(patterns)}]" if len(patterns) <= NAMED else "choose its targets"
     which = f"has {first_and_count(more)}, where" if more else f"lacks {first_and_count(lacking)}, where"
     raise ValueError(f"{file} {which} this adapter has {'nothing' if more else 'a part'}: {advice}")
 
@@ -227,7 +228,7 @@ def _check_parts(root: nn.Module, file: Path, found: Layers) -> None:
         raise ValueError(f"{file} has rank {several}, and an adapter has one here: give another file")
     if own.r not in ranks:
         rank, name = ranks.popitem()
-        raise ValueError(f"{file} has rank {rank} at {name}, and this adapter {own.r}: give rank={rank}")
+        raise ValueError(f"{file} has rank {rank} at {name}, and this adapter {own.r}: give adapter.rank={rank}")
     for name, layer in layers:
         for part, weights in zip(names, (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector), strict=False):
             shape, expected = found[name][part].shape, weights[NAME].weight.shape

@@ -123,7 +123,7 @@ def test_what_peft_saves_is_loaded(tmp_path: Path):
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        (Lora(2, 8), r"has r=4, and this adapter 2: give rank=4$"),
+        (Lora(2, 8), r"has r=4, and this adapter 2: give adapter\.rank=4$"),
         (Dora(4, 8), r"has use_dora=False, unlike this adapter: give adapter=lora$"),
         (Lora(4, 8, targets=["q_proj"]), r"has tensor base_model.* \(and \d+ more\), which this adapter lacks"),
         (Lora(4, 8, modules_to_save=["lm_head"]), r"lacks tensor base_model\.model\.lm_head\.weight, which"),

@@ -111,6 +111,9 @@ def test_a_factor_is_exact_in_few_bits_or_rounds_in_float32():
     for alpha in (2.0, 8.0, 32.0):
         assert scaled(matrix, alpha / 4).dtype == torch.bfloat16
         assert torch.equal(scaled(matrix, alpha / 4).double(), matrix.double() * (alpha / 4))
+    # float16 would lose digits below 6e-5.
+    small_matrix = matrix.half() * 1e-4
+    assert torch.equal(scaled(small_matrix, 1 / 16).double(), small_matrix.double() / 16)
     tensors = folded({"x.lora_A.weight": matrix.T, "x.lora_B.weight": matrix, "norm.weight": matrix[0]}, 3.0)
     assert [tensor.dtype for tensor in tensors.values()] == [torch.float32, torch.float32, torch.bfloat16]
     assert torch.equal(tensors["x.lora_B.weight"], matrix.float() * 3)
@@ -192,7 +195,12 @@ HEADER = {"transformer.r": 4, "transformer.lora_alpha": 4}
 @pytest.mark.parametrize(
     ("adapter", "tensors", "header", "problem"),
     [
-        (Lora(2, 8.0, targets=["to_q"]), LORA, None, r"has rank 4 at \S*to_q, and this adapter 2: give rank=4$"),
+        (
+            Lora(2, 8.0, targets=["to_q"]),
+            LORA,
+            None,
+            r"has rank 4 at \S*to_q, and this adapter 2: give adapter\.rank=4$",
+        ),
         (
             Lora(4, 8.0, targets=["to_q"]),
             LORA | OTHER_RANK,
@@ -205,13 +213,13 @@ HEADER = {"transformer.r": 4, "transformer.lora_alpha": 4}
             Lora(4, 8.0, targets=["to_q", "to_k"]),
             LORA,
             None,
-            r"lacks \S*to_k \(and 1 more\), where this adapter has a part: give targets=\[to_q\]$",
+            r"lacks \S*to_k \(and 1 more\), where this adapter has a part: give adapter\.targets=\[to_q\]$",
         ),
         (
             Lora(4, 8.0, targets=["to_q"]),
             sd3_tensors(4, "to_q", "to_v"),
             None,
-            r"has \S*to_v \(and 1 more\), where this adapter has nothing: give targets=\[to_q,to_v\]$",
+            r"has \S*to_v \(and 1 more\), where this adapter has nothing: give adapter\.targets=\[to_q,to_v\]$",
         ),
         (
             Lora(4, 8.0, targets=["to_q"]),
@@ -241,7 +249,7 @@ HEADER = {"transformer.r": 4, "transformer.lora_alpha": 4}
             Lora(4, 8.0, targets=["to_q"], modules_to_save=["proj_out"]),
             LORA,
             None,
-            "has no proj_out, which trains in full here: give modules_to_save=null$",
+            r"has no proj_out, which trains in full here: give adapter\.modules_to_save=null$",
         ),
         (
             Lora(4, 8.0, targets=["to_q"]),
@@ -276,7 +284,7 @@ def test_the_targets_that_an_error_names_fit(tmp_path: Path, name: str):
     assert len(chosen) < len(blocks)
     source.network.add_adapter(LoraConfig(r=4, target_modules=chosen))
     path = by_pipeline(name, source.network, tmp_path)
-    with pytest.raises(ValueError, match=r"where this adapter has a part: give targets=\[\S+\]$") as refusal:
+    with pytest.raises(ValueError, match=r"where this adapter has a part: give adapter\.targets=\[\S+\]$") as refusal:
         check_adapter(adapted(name, Lora(4, 8.0, targets=["*blocks*"])), path)
     targets = str(refusal.value).rpartition("=[")[2].removesuffix("]").split(",")
     load_adapter(adapted(name, Lora(4, 8.0, targets=targets)), path)

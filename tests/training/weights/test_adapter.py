@@ -138,7 +138,7 @@ def test_dora_on_weights_that_begin_at_zero_is_one_line(tmp_path: Path):
 
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, whole: Path):
-    with pytest.raises(UserError, match=r"^adapter\.weights=.* has r=2, and this adapter 3: give rank=2$"):
+    with pytest.raises(UserError, match=r"^adapter\.weights=.* has r=2, and this adapter 3: give adapter\.rank=2$"):
         run_here(tmp_path, *RUN, *ADAPTER, "adapter.rank=3", f"adapter.weights={at(whole, 4)}")
     assert is_free()
     assert list(tmp_path.iterdir()) == []  # before the machine is measured and memory allocated
