@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from models.adapter_experts import ExpertsLora
-from models.adapter_files import adapter_tensors, check_folder, load_adapter
+from models.adapter_files import adapter_tensors, check_adapter, load_adapter
 from models.adapters import (
     Dora,
     Lora,
@@ -251,4 +251,4 @@ def test_files_with_and_without_experts_are_told_apart(tmp_path: Path):
     for own, other, state in ((EXPERTS, plain, "adapters"), (plain, EXPERTS, "no adapters")):
         save_adapter(adapted("mixtral", own), tmp_path)
         with pytest.raises(ValueError, match=f"has {state} of experts .*: give the same experts$"):
-            check_folder(adapted("mixtral", other), tmp_path)
+            check_adapter(adapted("mixtral", other), tmp_path)
