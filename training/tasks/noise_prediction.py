@@ -99,7 +99,7 @@ class NoisePrediction(Diffusion):
                 f"task.sample_steps={self.sample_steps}: must be at most {config.num_train_timesteps}, the steps of the"
                 " scheduler"
             )
-        why = "the weights begin from the seed" if file is None else f"that of {file}"
+        why = "that of the task, because there is no scheduler" if file is None else f"that of {file}"
         numbers = f"{config.prediction_type}, {config.num_train_timesteps} steps, {config.beta_schedule} betas"
         return {"task.scheduler": f"{numbers}: {why}"}
 

@@ -1,20 +1,15 @@
 """Flow matching: its random numbers, its loss against the formulas, and its samples against known velocities."""
 
 import math
-from contextlib import nullcontext
 from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from offload import KnobError
 from training.batches import split_into
-from training.data.glyphs import Glyphs
-from training.data.synthetic_images import SyntheticImages
-from training.errors import UserError
 from training.tasks.flow_matching import FlowMatching
 
 CLASSES = 3
@@ -94,25 +89,6 @@ class TestPrepared:
         assert logits.mean().item() == pytest.approx(mean, abs=0.06)
         assert logits.std().item() == pytest.approx(std, rel=0.04)
 
-    def test_dropped_examples_lose_their_whole_condition(self) -> None:
-        count = 2000
-        others = {
-            "labels": torch.zeros(count, dtype=torch.int64),
-            "encoder_hidden_states": torch.ones(count, 2, 3),
-        }
-        facts = ("time_ids", "added_time_ids", "encoder_attention_mask", "other_latents", "image_latents")
-        facts += ("control_hidden_states", "context_latents")
-        others |= {name: torch.ones(count, 6) for name in facts}
-        batch = {"images": torch.zeros(count, 1, 1, 1), **others}
-        prepared = FlowMatching(null_class=CLASSES, drop_condition=0.25).prepared(batch, 0)
-        dropped = prepared["labels"] == CLASSES
-        assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.03)
-        assert (prepared["labels"][~dropped] == 0).all()
-        assert torch.equal(prepared["encoder_hidden_states"], (~dropped).float().view(-1, 1, 1).expand(-1, 2, 3))
-        for name in facts:
-            assert torch.equal(prepared[name], others[name]), name
-        assert torch.equal(batch["labels"], torch.zeros(count, dtype=torch.int64))
-
     def test_meta_batches_have_the_same_shapes_and_dtypes(self) -> None:
         task = FlowMatching(null_class=CLASSES)
         batch = {**labelled(2), "images": labelled(2)["images"].bfloat16()}
@@ -120,15 +96,6 @@ class TestPrepared:
         meta = task.prepared({name: tensor.to("meta") for name, tensor in batch.items()}, 0)
         assert {k: (v.shape, v.dtype) for k, v in real.items()} == {k: (v.shape, v.dtype) for k, v in meta.items()}
         assert all(tensor.is_meta for tensor in meta.values())
-
-    def test_labels_without_a_class_for_none_are_refused(self) -> None:
-        with pytest.raises(KnobError, match=r"^null_class=None: the dataset has labels: give the number of classes, "):
-            FlowMatching().prepared(labelled(2), 0)
-
-    @pytest.mark.parametrize("batch", [torch.zeros(2, 3), {"labels": torch.zeros(2)}])
-    def test_batches_without_images_are_refused(self, batch) -> None:
-        with pytest.raises(ValueError, match="needs a batch with `images`"):
-            FlowMatching().prepared(batch, 0)
 
 
 class TestLoss:
@@ -163,92 +130,6 @@ class TestLoss:
 
         task = FlowMatching()
         assert task.loss(Low(), task.prepared(batch_of(2), 0)).dtype == torch.float32
-
-    def test_velocities_of_another_shape_are_refused(self) -> None:
-        task = FlowMatching()
-        batch = task.prepared({"images": torch.zeros(2, 3, 4, 4)}, 0)
-        with pytest.raises(UserError, match=r"the model returns \[2, 1, 4, 4\] for images \[2, 3, 4, 4\]"):
-            task.loss(OneChannel(), batch)
-
-    def test_a_model_without_room_for_no_label_is_refused(self) -> None:
-        task, model = FlowMatching(null_class=CLASSES), Linear()
-        model.num_labels = CLASSES
-        message = r"^task.null_class=3: the model has embeddings for 3 labels: it needs 4"
-        with pytest.raises(UserError, match=message):
-            task.loss(model, task.prepared(labelled(2), 0))
-        with pytest.raises(UserError, match=message):
-            task.check(None, WithClasses(CLASSES), model)
-
-    @pytest.mark.parametrize(
-        ("keys", "num_classes", "num_labels", "message"),
-        [
-            ({"null_class": CLASSES}, 5, None, r"task\.null_class=3: a class of the dataset, which has 5"),
-            ({"drop_condition": 0}, 4, 3, "the dataset has 4 classes, and the model has embeddings for 3 labels"),
-            ({"drop_condition": 0}, 3, 3, None),
-            ({}, CLASSES, None, r"^task\.null_class=null: .* take task\.null_class=3, the number"),
-        ],
-    )
-    def test_classes_and_embeddings_must_fit(
-        self, keys: dict, num_classes: int, num_labels: int | None, message: str | None
-    ) -> None:
-        model = Linear()
-        model.num_labels = num_labels
-        with nullcontext() if message is None else pytest.raises(UserError, match=message):
-            FlowMatching(**keys).check(None, WithClasses(num_classes), model)
-
-    def test_a_language_model_is_refused(self) -> None:
-        model = Linear()
-        model.vocab_size = 3
-        with pytest.raises(UserError, match=r"^task=flow_matching: Linear is a language model: take one"):
-            FlowMatching(null_class=CLASSES).check_model(None, model)
-
-    def test_a_dataset_without_images_is_refused(self) -> None:
-        with pytest.raises(UserError, match="dataset has no images: take dataset=glyphs"):
-            FlowMatching().check(None, object(), Linear())
-
-    @pytest.mark.parametrize(
-        ("takes", "labels", "message"),
-        [
-            ((), False, None),
-            (("labels",), True, None),
-            (("labels",), False, "the model needs labels, which the dataset has not"),
-            (("labels", "text_embeds"), True, "the model needs text_embeds, which the dataset has not"),
-            ((), True, "the dataset has labels, and the model takes none: take a dataset without"),
-        ],
-    )
-    def test_conditions_of_dataset_and_model_must_fit(self, takes: tuple, labels: bool, message: str | None) -> None:
-        task, model = FlowMatching(null_class=CLASSES), Linear()
-        model.condition_shapes = dict.fromkeys(takes, ())
-        options = {"characters": "abc", "labels": labels}
-        config = OmegaConf.create({"dataset": {"_target_": "training.data.glyphs.Glyphs", **options}})
-        dataset = Glyphs(**options, seed=0, batch_size=2)
-        with nullcontext() if message is None else pytest.raises(UserError, match=f"^task=flow_matching: {message}"):
-            task.check(config, dataset, model)
-
-    def test_a_condition_that_the_model_cannot_use_is_refused(self) -> None:
-        task, model = FlowMatching(), Linear()
-        model.condition_shapes, model.optional_conditions = {"text": (2, 3)}, ("mask",)
-        dataset = {"_target_": "training.data.synthetic_images.SyntheticImages", "shape": [1, 2, 2]}
-        condition = {"text": [2, 3], "mask": [2]}
-        config = OmegaConf.create({"dataset": dataset | {"condition": condition}})
-        task.check(config, SyntheticImages(seed=0, batch_size=1), model)
-        config = OmegaConf.create({"dataset": dataset | {"condition": condition | {"pooled": [4]}}})
-        with pytest.raises(UserError, match=r"^task=flow_matching: the dataset has pooled, .*; it takes text, mask"):
-            task.check(config, SyntheticImages(seed=0, batch_size=1), model)
-
-
-class OneChannel(nn.Module):
-    def forward(self, noisy: Tensor, timestep: Tensor) -> Tensor:
-        return noisy[:, :1]
-
-
-class WithClasses:
-    def __init__(self, num_classes: int):
-        self.num_classes = num_classes
-
-    @staticmethod
-    def meta_batch(rows: int) -> dict[str, Tensor]:
-        return {}
 
 
 class TestSamples:
@@ -318,25 +199,6 @@ class TestSamples:
         assert sample.picture.shape == (11, 11, 3)
         assert sample.caption == "4 images, 2 steps of Euler's method"
         assert task.sampler(CONFIG, model).sample(model, CPU, lambda: True) is None
-
-    @pytest.mark.parametrize(
-        ("attributes", "message"),
-        [
-            ({}, "the size of images is unknown: give task.sample_shape="),
-            ({"sample_shape": (4, 32, 32)}, r"tensors of shape \[4, 32, 32\], which are no pictures"),
-            (
-                {"sample_shape": (3, 8, 8), "condition_shapes": {"labels": ()}},
-                "the model takes labels: give their number, as task.null_class",
-            ),
-            (
-                {"sample_shape": (3, 8, 8), "condition_shapes": {"encoder_hidden_states": (1, 2)}},
-                "conditioned on encoder_hidden_states, and samples are made from labels alone",
-            ),
-        ],
-    )
-    def test_models_without_pictures_are_refused(self, attributes: dict, message: str) -> None:
-        with pytest.raises(UserError, match=f"^sample.every=5: .*{message}"):
-            FlowMatching().sampler(CONFIG, SimpleNamespace(**attributes))
 
 
 CONFIG = SimpleNamespace(seed=0, sample=SimpleNamespace(every=5))
