@@ -83,8 +83,9 @@ class RsLora(Lora):
 def inject(model: nn.Module, adapter: Lora, dtype: torch.dtype) -> None:
     """Puts adapters into `model` in place, and freezes all else but `modules_to_save`. Its interface stays as it is.
 
-    The adapters are on the device of the layers, the meta device too, and of `dtype`. Raises ValueError in one line,
-    beginning with the name of the attribute, for targets that the model does not have.
+    The adapters are on the device of the layers, the meta device too, and as in peft of the dtype of the layer's
+    weight, or of `dtype` where a layer has none in numbers. Raises ValueError in one line, beginning with the name of
+    the attribute, for targets that the model does not have.
     """
     import_quantisers()
     with without_remarks():
@@ -112,9 +113,11 @@ def inject(model: nn.Module, adapter: Lora, dtype: torch.dtype) -> None:
     # peft wraps such modules in a copy of each; training the modules themselves is the same and takes no more memory.
     config.modules_to_save = saved or None
     for _, layer in adapter_layers(root):
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        own = weight.dtype if weight is not None and weight.is_floating_point() else dtype
         for child_name, child in layer.named_children():
             if child_name != "base_layer":
-                child.to(dtype)
+                child.to(own)
     for name in saved:
         root.get_submodule(name).requires_grad_(True)
 

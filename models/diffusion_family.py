@@ -117,7 +117,6 @@ class Called(Family):
         beside: the dimensions of latents after their channels, where a model may take more channels than it returns:
             the further ones are the condition `other_latents`. 0: it may not. Also those of `separate`.
         separate: conditions that are latents of their own, with the sizes of the noisy ones: the channels of each.
-        adapted: changes the new model.
         required: the values of keys without which a model needs inputs that are not known here.
     """
 
@@ -137,7 +136,6 @@ class Called(Family):
     one_size: bool = False
     beside: int = 0
     separate: Mapping[str, Size] = field(default_factory=dict)
-    adapted: Callable[[nn.Module], None] | None = None
     required: Mapping[str, Any] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     first_stds: Mapping[str, float] = field(default_factory=dict)
@@ -180,10 +178,6 @@ class Called(Family):
         if isinstance(self.layout, Patches):
             return prod(shape[1:]) // prod(self.layout.sides)
         return super().tokens(config, shape)
-
-    def adapt(self, network: nn.Module) -> None:
-        if self.adapted is not None:
-            self.adapted(network)
 
     def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
         config, shape = network.config, tuple(noisy.shape[1:])

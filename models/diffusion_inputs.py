@@ -321,15 +321,6 @@ def text_for_each_frame(given: Given) -> dict[str, Any]:
     return {TEXT: given.condition[TEXT].repeat_interleave(given.noisy.shape[2], dim=0)}
 
 
-def rounded_times(network: nn.Module) -> None:
-    """Rounds the angles of times of Kandinsky 5, which are float32, to the dtype of the layer that takes them."""
-    network.time_embeddings.in_layer.register_forward_pre_hook(_rounded)
-
-
-def _rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> Tensor:
-    return inputs[0].to(layer.weight.dtype)
-
-
 def _crop(grid: tuple[int, int], base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the first and the last place of a grid that is scaled into the base size, centred."""
     rows, columns = grid

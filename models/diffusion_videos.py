@@ -33,7 +33,6 @@ from models.diffusion_inputs import (
     rotary_of_allegro,
     rotary_of_sounds,
     rotary_of_videos,
-    rounded_times,
     same_time,
     scaled_guidance,
     text_for_each_frame,
@@ -126,7 +125,6 @@ VIDEOS: dict[str, Family] = {
         inputs=(places_of_kandinsky,),
         layout=CHANNELS_LAST,
         rounded=True,
-        adapted=rounded_times,
         in_channels=lambda config: (
             2 * config["in_visual_dim"] + 1 if config["visual_cond"] else config["in_visual_dim"]
         ),

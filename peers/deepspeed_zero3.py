@@ -89,6 +89,7 @@ class DeepSpeedZero3(Peer):
     package: ClassVar[str] = "deepspeed"
     needs_cuda: ClassVar[bool] = True
     owns_update: ClassVar[bool] = True
+    one_dtype: ClassVar[bool] = True
 
     super_offload: bool = knob(False)
 

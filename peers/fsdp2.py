@@ -26,12 +26,17 @@ class AttachedFSDP2(AttachedPeer):
         model = self.model
         join_alone(self.device)
         names_for_parameters(model, groups)
+        dtype = next(model.parameters()).dtype
+        # A forward's inputs stay as they are: float32 times would be rounded.
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         policies = {
             "mesh": init_device_mesh(self.device.type, (1,)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=next(model.parameters()).dtype, reduce_dtype=torch.float32),
+            "mp_policy": mixed,
             "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda"),
         }
-        model.float()
+        for parameter in model.parameters():
+            # Buffers keep their dtypes, as they do under `MixedPrecisionPolicy`.
+            parameter.data = parameter.data.float()
         for module in (*(block for _, block in find_blocks(model)), model):
             fully_shard(module, **policies)
         parameters = dict(model.named_parameters())
@@ -60,4 +65,5 @@ class FSDP2(Peer):
     attached = AttachedFSDP2
     option: ClassVar[str] = "fsdp2"
     owns_update: ClassVar[bool] = True
+    one_dtype: ClassVar[bool] = True
     notes: ClassVar[tuple[str, ...]] = ("float32 masters are the parameters, and are copied in as float32",)

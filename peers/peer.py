@@ -46,6 +46,7 @@ class Peer(Mode):
         package: the module that must be installed; its requirement is in `requirements-peers.txt`.
         needs_cuda: True if it runs on CUDA devices only.
         on_host: the weights are filled in host memory, and not on the device.
+        one_dtype: True if it computes with all weights in one dtype.
     """
 
     foreign: ClassVar[bool] = True
@@ -55,6 +56,7 @@ class Peer(Mode):
     package: ClassVar[str] = "torch"
     needs_cuda: ClassVar[bool] = False
     on_host: ClassVar[bool] = True
+    one_dtype: ClassVar[bool] = False
 
     def check(self) -> None:
         if find_spec(self.package) is None:
@@ -70,6 +72,13 @@ class Peer(Mode):
         if not all(parameter.requires_grad for parameter in model.parameters()):
             raise PeerError(
                 "offload", self.option, "is compared on models that train in full: take adapter=none quantize=none"
+            )
+        kept = [name for name, each in model.named_parameters() if each.dtype == torch.float32]
+        if self.one_dtype and kept and len({each.dtype for each in model.parameters()}) > 1:
+            raise PeerError(
+                "offload",
+                self.option,
+                f"computes with all weights in one dtype, and {kept[0]} is float32 beside bf16: take precision=fp32",
             )
         return super().footprint(model, recompute, options)
 

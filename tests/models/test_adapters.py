@@ -86,6 +86,15 @@ def test_the_kinds_are_those_of_peft():
     assert scales == [2, 2, 4]
 
 
+def test_adapters_have_the_dtype_of_their_layer_as_in_peft():
+    model = plain().to(torch.bfloat16)
+    model.model.layers[0].self_attn.q_proj.float()
+    inject(model, Dora(4, 8, targets=["q_proj"]), torch.bfloat16)
+    adapters = {name: parameter.dtype for name, parameter in model.named_parameters() if "lora" in name}
+    assert len(adapters) == 6
+    assert all(dtype == (torch.float32 if "layers.0" in name else torch.bfloat16) for name, dtype in adapters.items())
+
+
 def test_first_values_are_a_function_of_seed_and_name():
     assert {one.dtype for one in adapted(Dora(4, 8), dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
     one, same, other = (trained(adapted(Lora(4, 8), seed)) for seed in (1, 1, 2))

@@ -10,6 +10,7 @@ import torch
 
 from models.diffusion import build_diffusion
 from models.diffusion_families import FAMILIES, REASONS, reason_against
+from models.library_dtypes import default_dtype
 from tests.models.helpers.pipeline_calls import BACKWARDS, CALLS, FORMS, back
 from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 
@@ -59,7 +60,8 @@ def test_velocities_have_the_shape_of_the_images_and_depend_on_all_inputs(name: 
 @EVERY_FAMILY
 def test_gradients_reach_every_layer_in_low_precision(name: str) -> None:
     noisy, condition = inputs_of(name)
-    model = small(name).train().bfloat16()
+    with default_dtype(torch.bfloat16):
+        model = small(name).train()
     velocity = model(noisy, TIMES, **condition)
     assert velocity.dtype == torch.bfloat16
     assert velocity.shape == noisy.shape

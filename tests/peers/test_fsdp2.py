@@ -8,6 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.peers.helpers.runs import ON_GPU, curve, notes
+from tests.test_any_diffusion import job
+from tests.training.helpers.in_process import run_here
+from training.runs.records import read_metrics
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,15 @@ def test_the_curve_is_the_resident_one(tmp_path: Path, overrides: tuple[str, ...
 def test_an_evaluation_is_the_resident_one(tmp_path: Path):
     overrides = ("dataset=stdlib", "dataset.max_tokens=20000", "eval.every=2", "eval.batches=1", "steps=2")
     assert curve(tmp_path / "fsdp2", "offload=fsdp2", *overrides) == curve(tmp_path / "none", *overrides)
+
+
+# Times in float32, and a table in bf16.
+@pytest.mark.parametrize("name", ["unet", "sd3"])
+def test_inputs_and_buffers_keep_their_dtypes(tmp_path: Path, name: str):
+    asked = (*job(name), "optimizer=adamw", "steps=1")
+    for mode in ("none", "fsdp2"):
+        run_here(tmp_path / mode, *asked, f"offload={mode}")
+    assert read_metrics(tmp_path / "fsdp2")[0]["train/loss"] == read_metrics(tmp_path / "none")[0]["train/loss"]
 
 
 @pytest.mark.gpu

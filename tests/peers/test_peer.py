@@ -15,6 +15,7 @@ from peers import peer
 from peers.fsdp2 import FSDP2, AttachedFSDP2
 from peers.peer import AttachedPeer, Peer, PeerError, clip, norm_of
 from tests.peers.helpers.runs import EVERY_STEP, notes, refusal
+from tests.test_any_diffusion import job
 from tests.training.helpers.in_process import components_of, composed, run_here
 from training.config.construct import make_mode
 from training.config.modes import all_options
@@ -121,6 +122,14 @@ def components_config(name: str) -> DictConfig:
 def test_a_model_with_frozen_weights_is_refused():
     problem = "is compared on models that train in full: take adapter=none quantize=none"
     assert refusal("offload=fsdp2", "adapter=lora") == f"offload=fsdp2: {problem}"
+
+
+def test_weights_in_float32_beside_bf16_are_refused_where_the_system_has_one_dtype():
+    line = "computes with all weights in one dtype, and network.scale_shift_table is float32 beside bf16: take precisio"
+    with pytest.raises(UserError, match=f"^offload=fsdp2: {line}n=fp32$"):
+        components_of(*job("wan"), "offload=fsdp2")
+    assert components_of(*job("wan"), "offload=fsdp2", "precision=fp32").mode.option == "fsdp2"
+    assert components_of(*job("wan"), "offload=diffusers_group").mode.option == "diffusers_group"
 
 
 def test_a_run_goes_without_what_the_system_lacks_and_notes_it(tmp_path: Path):

@@ -68,7 +68,7 @@ class PlannedUpdate:
         return cls(
             device_bytes=resident_states + (totals[placed - 1] if placed else 0),
             host_bytes=sum(HostAdamW.planned_bytes(unit, form) for unit in on_host),
-            placed_gradient_bytes=on_device // ranks * components.dtype.itemsize,
+            placed_gradient_bytes=sum(_bytes(unit) for unit in plan.trained[:placed]) // ranks,
             host_parameters=sum(sizes) - on_device,
             device_parameters=on_device // ranks + _count(plan.resident),
             log_bytes=_log_bytes(plan, placed),
@@ -264,3 +264,7 @@ def _log_bytes(plan: Footprint, placed: int) -> int:
 
 def _count(parameters: Sequence[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+
+def _bytes(parameters: Sequence[Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)

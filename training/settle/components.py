@@ -273,7 +273,7 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
         if "overflow" not in str(error.__cause__).lower():
             raise
         raise UserError("model: its sizes are beyond any memory: take smaller ones") from error
-    quantise_blocks(model, config)
+    quantise_blocks(model, config, dtype)
     if has_adapter(config):
         # Last, because the layers of an adapter depend on what its targets are.
         add_adapter(model, config, dtype)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
 from torch import nn
 
@@ -24,8 +25,10 @@ from training.errors import UserError, as_user_error, first_line
 logger = logging.getLogger(__name__)
 
 
-def quantise_blocks(model: nn.Module, config: DictConfig) -> None:
-    """Makes the matrices in the blocks of `model`, which is on the meta device, quantised ones, where asked for.
+def quantise_blocks(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> None:
+    """Makes the matrices of `dtype` in the blocks of `model`, on the meta device, quantised ones, where asked for.
+
+    What a library keeps in float32 beside bf16 stays so, as under its own quantisers.
 
     Raises UserError in one line where no layer is chosen or a package is missing.
     """
@@ -36,6 +39,7 @@ def quantise_blocks(model: nn.Module, config: DictConfig) -> None:
     with as_user_error(""):
         blocks = [name for name, _ in find_blocks(model, key="quantize")]
     names = quantisable(model, blocks, config.quantize.include or (), config.quantize.exclude or ())
+    names = [name for name in names if model.get_parameter(name).dtype == dtype]
     if not names:
         patterns = f"include={config.quantize.include}, exclude={config.quantize.exclude}"
         raise UserError(

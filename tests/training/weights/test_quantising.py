@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from models.quantise import QuantisedWeight, is_quantised
 from models.quantise_cache import SOURCE, CacheFile
+from tests.test_any_diffusion import job
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from tests.training.helpers.results import losses
 from training.errors import UserError
@@ -136,3 +137,10 @@ def test_a_model_of_which_nothing_trains_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(components, "instantiate", lambda arguments: Linears())
     with pytest.raises(UserError, match=r"^quantize=int8: nothing of the model is left to train"):
         components_of(*RUN, "quantize=int8")
+
+
+def test_layers_that_diffusers_keeps_in_float32_are_not_quantised():
+    model = components_of(*job("kandinsky5"), "quantize=int8", "adapter=lora").model
+    quantised = [name for name, parameter in model.named_parameters() if isinstance(parameter, QuantisedWeight)]
+    assert any("attention.to_query" in name for name in quantised)
+    assert not any("modulation" in name for name in quantised)
