@@ -62,7 +62,7 @@ def scheduler_of(model: DictConfig) -> Path | None:
 
     That of a model on the Hub is downloaded, with the pipeline's own configuration, unless it is in the client's cache.
 
-    Raises UserError if the Hub cannot be reached.
+    Raises UserError for a name that the Hub does not know, or if it cannot be reached.
     """
     for name in ("weights", "source"):
         given = model.get(name)
@@ -71,6 +71,9 @@ def scheduler_of(model: DictConfig) -> Path | None:
         path, hub = home_expanded(f"model.{name}", given), HubName.of(given)
         if not path.exists() and hub is not None:
             path = hub.cached_folder(SCHEDULER_FILES)
+            if path is None:
+                # Which explains a name that the Hub does not know.
+                hub.files(f"model.{name}")
             if path is None or scheduler_file(path) is None:
                 path = hub.folder(f"model.{name}", SCHEDULER_FILES)
         if path.exists() and (file := scheduler_file(path)):

@@ -132,7 +132,9 @@ def test_a_pipeline_has_its_model_in_a_part(hub: Path, tmp_path: Path):
     assert "task.shift" in (tmp_path / "run" / "plan.json").read_text()
 
 
-def test_the_scheduler_is_that_of_the_weights_before_that_of_the_source(hub: Path, tmp_path: Path):
+def test_the_scheduler_is_that_of_the_weights_before_that_of_the_source(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "own" / "scheduler").mkdir(parents=True)
     file = tmp_path / "own" / "scheduler" / "scheduler_config.json"
     file.write_text("{}")
@@ -146,6 +148,11 @@ def test_the_scheduler_is_that_of_the_weights_before_that_of_the_source(hub: Pat
     of_hub = found("me/pipeline", str(file.parents[1]))
     assert of_hub == found("me/gpt2", "me/pipeline")
     assert json.loads(of_hub.read_text())["shift"] == 3
+    with pytest.raises(UserError, match=r"^model.weights=me/absent: no such file or folder here; .* no such model on"):
+        found("me/absent", "UNet2DModel")
+    local_source("me/gpt2")
+    ask_here(monkeypatch, NOBODY, hub)
+    assert found("me/gpt2", "me/pipeline") == of_hub
 
 
 def test_a_plan_needs_the_configuration_alone(hub: Path):
