@@ -1,4 +1,4 @@
-"""Flow matching under offload modes: losses and images are those of the resident model, bit by bit."""
+"""The tasks of diffusion models under offload modes: losses and images are those of the resident model, bit by bit."""
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from training.data.glyphs import Glyphs
 from training.data.synthetic_images import SyntheticImages
 from training.optim import AdamW
 from training.tasks.flow_matching import FlowMatching
+from training.tasks.noise_prediction import NoisePrediction
 
 MODES = {
     "bounce_linear": lambda: BounceLinear(outside="stream"),
@@ -35,10 +36,11 @@ MODELS = {
     "unet": ("UNet2DModel", {**UNET, "num_class_embeds": len(CHARACTERS) + 1}),
     "dit": ("DiTTransformer2DModel", DIT),
 }
-TASK = FlowMatching(null_class=len(CHARACTERS), sample_count=2, sample_steps=2)
+SAMPLES = {"null_class": len(CHARACTERS), "sample_count": 2, "sample_steps": 2}
+TASKS = {"flow": FlowMatching(**SAMPLES), "noise": NoisePrediction(**SAMPLES, snr_gamma=5.0)}
 
 
-def trained(name: str, mode: Mode, steps: int = 2, lr: float = 1e-3) -> tuple[list[float], Tensor]:
+def trained(task: str, name: str, mode: Mode, steps: int = 2, lr: float = 1e-3) -> tuple[list[float], Tensor]:
     """Builds on meta, fills and trains in two microbatches. Returns losses, and images at the end."""
     dataset = Glyphs(CHARACTERS, size=8, seed=0, batch_size=4, count=40)
     with torch.device("meta"):
@@ -51,45 +53,48 @@ def trained(name: str, mode: Mode, steps: int = 2, lr: float = 1e-3) -> tuple[li
         optimizer = AdamW(model.parameters(), lr=lr)
         losses = []
         for step in range(steps):
-            parts = split_into(TASK.prepared(dataset.batch(step), step), 2)
+            parts = split_into(TASKS[task].prepared(dataset.batch(step), step), 2)
             with attached.step():
-                each = attached.accumulate([lambda part=part: TASK.loss(model, part) / 2 for part in parts])
+                each = attached.accumulate([lambda part=part: TASKS[task].loss(model, part) / 2 for part in parts])
             losses.append(sum(loss.item() for loss in each))
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            return losses, TASK.images(model, 0, "cpu")
+            return losses, TASKS[task].images(model, 0, "cpu")
     finally:
         attached.detach()
         release(streams)
 
 
 @pytest.fixture(scope="module")
-def resident() -> dict[str, tuple[list[float], Tensor]]:
-    return {name: trained(name, Resident()) for name in MODELS}
+def resident() -> dict[tuple[str, str], tuple[list[float], Tensor]]:
+    return {(task, name): trained(task, name, Resident()) for task in TASKS for name in MODELS}
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.slow
-def test_losses_and_images_are_those_of_the_resident_model(name: str, mode: str, resident) -> None:
-    losses, images = trained(name, MODES[mode]())
-    assert losses == resident[name][0]
-    assert torch.equal(images, resident[name][1])
+def test_losses_and_images_are_those_of_the_resident_model(task: str, name: str, mode: str, resident) -> None:
+    losses, images = trained(task, name, MODES[mode]())
+    assert losses == resident[task, name][0]
+    assert torch.equal(images, resident[task, name][1])
 
 
-def test_training_lowers_the_loss() -> None:
-    losses, _ = trained("unet", Resident(), steps=40, lr=5e-3)
+@pytest.mark.parametrize("task", TASKS)
+def test_training_lowers_the_loss(task: str) -> None:
+    losses, _ = trained(task, "unet", Resident(), steps=40, lr=5e-3)
     assert sum(losses[-8:]) / 8 < 0.7 * sum(losses[:4]) / 4
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_plan_needs_no_values(name: str) -> None:
+@pytest.mark.parametrize("task", TASKS)
+def test_a_plan_needs_no_values(task: str, name: str) -> None:
     with torch.device("meta"):
         model = build_diffusion(*MODELS[name])
     assert model.condition_shapes == {"labels": ()}
-    batch = TASK.prepared(SyntheticImages.meta_batch(2, shape=model.sample_shape, num_classes=2), 0)
-    plan = dry_run(LayerStream(), model, [lambda: TASK.loss(model, batch)])
+    batch = TASKS[task].prepared(SyntheticImages.meta_batch(2, shape=model.sample_shape, num_classes=2), 0)
+    plan = dry_run(LayerStream(), model, [lambda: TASKS[task].loss(model, batch)])
     assert sum(phase.flops for phase in plan.phases) > 0
     assert plan.peak_bytes > 0
