@@ -90,7 +90,6 @@ class DeepSpeedZero3(Peer):
     needs_cuda: ClassVar[bool] = True
     owns_update: ClassVar[bool] = True
     one_dtype: ClassVar[bool] = True
-
     super_offload: bool = knob(False)
 
     @property

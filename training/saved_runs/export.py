@@ -74,8 +74,8 @@ def export(
 ) -> list[str]:
     """Writes the model of a run, or of one of its checkpoints, to the folder `out`; returns the names of its files.
 
-    The folder is complete or not there. Weights have the dtype of the run: bf16, or float32. Where the run
-    trained an adapter, the folder has the adapter alone in peft's form; with `merge`, the model into which the adapter
+    The folder is complete or not there. Weights have the dtypes of the run's model. Where the run trained an
+    adapter, the folder has the adapter alone in peft's form; with `merge`, the model into which the adapter
     is merged, which is in host memory meanwhile.
 
     Args:
