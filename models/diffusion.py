@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -191,13 +191,27 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
         ValueError: one line about a source that is unknown, a key that the class does not have, with the closest names,
             or a value that it does not take.
     """
-    avoid_cudnn_attention()
-    name, config = _described(source)
+    name, _ = _described(source)
     family = FAMILIES.get(name)
     if family is None and (reason := reason_against(name)):
         raise ValueError(f"{source}: {name} is not supported: {reason}")
     if family is None:
         raise ValueError(f"{source}: {name} is not supported; classes of diffusers that are: {', '.join(FAMILIES)}")
+    return build_network(source, overrides, lambda network: DiffusionModel(network, family), family.check)
+
+
+def build_network(
+    source: str | Path,
+    overrides: Mapping[str, Any] | None,
+    wrapped: Callable[[nn.Module], DiffusionModel],
+    check: Callable[[Mapping[str, Any]], None] = lambda config: None,
+) -> DiffusionModel:
+    """Builds a class of diffusers as `build_diffusion` does, whichever it is, and returns it `wrapped`.
+
+    `check` may raise ValueError for its configuration.
+    """
+    avoid_cudnn_attention()
+    name, config = _described(source)
     import_quantisers()
     with without_remarks():
         import diffusers
@@ -221,12 +235,12 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
     values = {key: value for key, value in config.items() if key in keys} | overrides
     defaults = {key: one.default for key, one in keys.items() if one.default is not one.empty}
     try:
-        family.check(defaults | values)
+        check(defaults | values)
         network = made(**values)
         keep_float32(network, kept_by_diffusers(made), torch.get_default_dtype())
         if empty := next((name for name, each in network.named_parameters() if not each.numel()), None):
             raise ValueError(f"{empty} would have the shape {list(network.get_parameter(empty).shape)}")
-        return DiffusionModel(network, family)
+        return wrapped(network)
     # For values that do not fit, constructors raise errors of any type.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -143,6 +143,22 @@ class ImageColumn(OfHub):
 
 
 @dataclass
+class CaptionedPictures(Built):
+    _target_: str = "training.data.captioned.dataset.Captioned"
+    # One folder, a list of them, or {folder: repeats}; OmegaConf has no type for that.
+    folder: Any = MISSING
+    size: int = number(at_least=16)
+    multiple: int = number(at_least=8)
+    flip: bool = MISSING
+    ground: str = MISSING
+    masked: bool = MISSING
+    caption_dropout: float = number(at_least=0, at_most=1)
+    eval_share: float = number(at_least=0, at_most=0.5)
+    pipeline: str | None = MISSING
+    precision: str = MISSING
+
+
+@dataclass
 class Glyphs(Built):
     _target_: str = "training.data.glyphs.Glyphs"
     characters: str = MISSING
@@ -163,6 +179,7 @@ DATASETS = {
     "glyphs": Glyphs,
     "images": ImageFolder,
     "hub_images": ImageColumn,
+    "captioned": CaptionedPictures,
     "synthetic_images": SyntheticImages,
 }
 

@@ -18,6 +18,7 @@ from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from offload import HostAdamW
+from training.config import rates
 from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
 from training.config.adapter import has_adapter
 from training.config.datasets import DATASETS
@@ -91,6 +92,11 @@ class HuggingFace(OfLibrary):
 @dataclass
 class Diffusers(OfLibrary):
     _target_: str = "models.diffusion.build_diffusion"
+
+
+@dataclass
+class Pipeline(OfLibrary):
+    _target_: str = "models.pipelines.model.build_pipeline"
 
 
 @dataclass
@@ -285,7 +291,7 @@ QUANTIZE = {
 OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in all_options().items() if option.target},
-    "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers},
+    "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers, "pipeline": Pipeline},
     "adapter": ADAPTER_OPTIONS,
     "dataset": DATASETS,
     "task": {name: schema_of(get_class(path)) for name, path in TASKS.items()},
@@ -302,8 +308,10 @@ def register() -> None:
     """Stores the dataclasses under the group `schema`, where the defaults lists of conf/ find them.
 
     Makes resolvers known to OmegaConf: `${unless:OTHER,VALUE}` is the value, or null where the other one is given;
-    `${with_adapter:A,B}` is A where the run trains an adapter, else B; `${root:PATH}` is a file of this repository.
+    `${with_adapter:A,B}` is A where the run trains an adapter, else B; `${root:PATH}` is a file of this repository;
+    `${from_seed:VALUE,NAME}` is explained in `training.config.rates`.
     """
+    rates.register()
     OmegaConf.register_new_resolver("with_adapter", _with_adapter, replace=True)
     OmegaConf.register_new_resolver("unless", lambda other, value: value if other is None else None, replace=True)
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)

@@ -21,6 +21,8 @@ MAX_FILE_BYTES = 2**28
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 # The tag of EXIF.
 ORIENTATION = 0x0112
+# How much each pixel of an image counts in the loss, in a batch.
+LOSS_MASK = "loss_mask"
 # In the key of random numbers.
 CROPS = 0x63726F70
 

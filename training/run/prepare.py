@@ -26,6 +26,7 @@ from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.profiling.hardware import resolve_device
+from training.run.encoding import encode_missing
 from training.run.reference_model import ReferenceOrigin
 from training.runs.directory import refuse_records
 from training.runs.invocation import Invocation
@@ -95,6 +96,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     refuse_foreign_tokenizer(config, download=True)
     with phase("reading the dataset"):
         dataset = build_dataset(config, components.model, invocation.run_dir)
+    encode_missing(dataset, components)
     if config.epochs is not None:
         # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
         config = with_steps(config, dataset)

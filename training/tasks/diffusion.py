@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from models.diffusion_files import SCHEDULER_FILE, scheduler_file
 from models.diffusion_scheduler import is_flow, read_scheduler
+from models.pipelines.calls import ASKED
 from offload import KnobError
 from offload.knobs import in_range
 from training.batches import Batch
 from training.config.declare import AUTO
 from training.data.packing import random_words
+from training.data.pictures import LOSS_MASK
 from training.errors import UserError, as_user_error
 from training.runs.files import home_expanded
 from training.tasks.sample import ImageSample, grid_of, to_uint8
@@ -149,10 +151,13 @@ class Diffusion(Task):
                 noise[example].normal_(generator=generator)
         dropped = (uniform < self.drop_condition).to(images.device)
         made = self.noised(images.float(), noise, torch.stack(drawn).to(images.device))
-        return {**made, **condition, **self._without(condition, dropped)}
+        kept = {LOSS_MASK: batch[LOSS_MASK]} if LOSS_MASK in batch else {}
+        return {**made, **kept, **condition, **self._without(condition, dropped)}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns the mean squared error of a prepared batch, by example times its `loss_weight`: float32, a scalar.
+
+        With `loss_mask`, [B, height, width], that of an example is a mean over its pixels with these weights.
 
         Raises UserError if the model has no embedding for the label that stands for none, or its output another shape.
         """
@@ -165,10 +170,16 @@ class Diffusion(Task):
                 f"task={self.name}: the model returns {list(predicted.shape)} for images {list(target.shape)}: choose"
                 " a model with as many channels out as in"
             )
-        if WEIGHT not in batch:
+        if WEIGHT not in batch and LOSS_MASK not in batch:
             return F.mse_loss(predicted.float(), target)
-        each = F.mse_loss(predicted.float(), target, reduction="none").mean(dim=list(range(1, target.ndim)))
-        return (each * batch[WEIGHT]).mean()
+        each, dims = F.mse_loss(predicted.float(), target, reduction="none"), list(range(1, target.ndim))
+        if LOSS_MASK in batch:
+            mask = batch[LOSS_MASK]
+            mask = mask.view(len(mask), *[1] * (target.ndim - 3), *mask.shape[1:]).expand_as(each)
+            each = (each * mask).sum(dims) / mask.sum(dims)
+        else:
+            each = each.mean(dims)
+        return (each * batch.get(WEIGHT, 1.0)).mean()
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
         refuse_language_model(model, self.name, "model=unet_small, or model=diffusers")
@@ -333,7 +344,8 @@ class Diffusion(Task):
         """Returns `condition` with the examples where `dropped` (bool [B]) is True emptied."""
         emptied = {}
         for name, tensor in condition.items():
-            if name in NEVER_DROPPED or not self.drop_condition:
+            # A dataset that asks a pipeline drops captions itself.
+            if name in NEVER_DROPPED or name.startswith(ASKED) or not self.drop_condition:
                 continue
             rows = dropped.view(-1, *[1] * (tensor.ndim - 1))
             emptied[name] = tensor.masked_fill(rows, self.null_class if name == LABELS else 0)
@@ -372,7 +384,8 @@ def _images_of(batch: Batch, task: str) -> Tensor:
 
 
 def _condition_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in batch.items() if name not in (IMAGES, NOISY, TARGET, TIMESTEP, WEIGHT)}
+    others = (IMAGES, NOISY, TARGET, TIMESTEP, WEIGHT, LOSS_MASK)
+    return {name: tensor for name, tensor in batch.items() if name not in others}
 
 
 def _generators(count: int, *key: int) -> list[torch.Generator]:

@@ -39,6 +39,8 @@ REQUIRED = {
     "hub_images": ["dataset.name=some/pictures"],
     "hf": ["model.source=gpt2"],
     "diffusers": ["model.source=UNet2DModel"],
+    "pipeline": ["model.source=pipeline"],
+    "captioned": ["dataset.folder=pictures"],
 }
 
 schema.register()

@@ -1,0 +1,93 @@
+"""EncodedFolder: what the text encoders and the VAE of a pipeline have made, kept for all later runs.
+
+It is below $XDG_CACHE_HOME/offload-training/encoded (else ~/.cache/...), in a folder for each pipeline and precision:
+safetensors files named by what they are made of (a picture, a caption), and a file for the network's call at each shape
+of latents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from models.pipelines.calls import NetworkCall
+from models.quantise_cache import source_digest
+
+# What the results do not depend on.
+OTHERS = ("transformer", "unet", "scheduler", "feature_extractor", "safety_checker")
+INDEX = "model_index.json"
+
+
+class EncodedFolder:
+    """The results of the pipeline in `pipeline`, a folder, in `dtype`."""
+
+    def __init__(self, pipeline: Path, dtype: torch.dtype):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        name = f"{digest_of(pipeline)[:16]}-{str(dtype).removeprefix('torch.')}"
+        self.path = cache / "offload-training" / "encoded" / name
+
+    def has(self, key: str) -> bool:
+        """Tells whether there are tensors of that key."""
+        return self._file(key).is_file()
+
+    def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps tensors by their names."""
+        _write(self._file(key), save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
+
+    def read(self, key: str) -> dict[str, Tensor]:
+        """Returns what `write` was given, on the CPU."""
+        return load_file(self._file(key))
+
+    def write_call(self, call: NetworkCall) -> None:
+        """Keeps the network's call for latents of one shape."""
+        content = io.BytesIO()
+        torch.save(call.state(), content)
+        _write(self._call_file(call.noise), content.getvalue())
+
+    def call_of(self, noise: Sequence[int]) -> NetworkCall | None:
+        """Returns the network's call for latents of the shape `noise`; None: it was not asked for yet."""
+        file = self._call_file(noise)
+        return NetworkCall.from_state(torch.load(file, weights_only=True)) if file.is_file() else None
+
+    def calls(self) -> list[NetworkCall]:
+        """Returns all that are known, the one of the largest latents first."""
+        files = self.path.glob("call-*.pt")
+        calls = [NetworkCall.from_state(torch.load(file, weights_only=True)) for file in files]
+        return sorted(calls, key=lambda call: (-torch.Size(call.noise).numel(), call.noise))
+
+    def _file(self, key: str) -> Path:
+        return self.path / f"{key}.safetensors"
+
+    def _call_file(self, noise: Sequence[int]) -> Path:
+        return self.path / f"call-{'x'.join(map(str, noise))}.pt"
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Nobody reads half a file, and two runs may write the same one.
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def digest_of(pipeline: Path) -> str:
+    """Returns the SHA-256 of what decides the results: weights by samples of their bytes, all other files in full."""
+    digest, weights = hashlib.sha256((pipeline / INDEX).read_bytes()), []
+    for folder in sorted(pipeline.iterdir()):
+        if not folder.is_dir() or folder.name in OTHERS or folder.name.startswith("."):
+            continue
+        for file in sorted(folder.iterdir()):
+            if file.suffix == ".safetensors":
+                weights.append(file)
+            elif file.is_file() and file.suffix in (".json", ".txt", ".model"):
+                digest.update(file.name.encode() + file.read_bytes())
+    if weights:
+        digest.update(source_digest(weights).encode())
+    return digest.hexdigest()

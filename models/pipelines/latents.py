@@ -1,0 +1,75 @@
+"""Latents of pictures, as the network of a pipeline was trained on them: encoded by the VAE, then normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.pipelines.recording import Asked, NotTrainableError, Recorder, digits_needed, places_in
+
+# Of normally distributed numbers in bfloat16.
+ROUNDING = 0.1
+
+
+def encoded(vae: nn.Module, pixels: Tensor, noise: Sequence[int]) -> Tensor:
+    """Returns mean and standard deviation of a picture's normalised latents: float32 [2, *noise].
+
+    Args:
+        vae: an autoencoder of diffusers.
+        pixels: float32 [3, H, W], from -1 to 1, on the device of the VAE.
+        noise: the shape in which the pipeline draws the noise of an example.
+
+    Raises NotTrainableError if the VAE makes latents of another size.
+    """
+    # Of autoencoders of videos a picture is one frame.
+    picture = pixels[None, :, None] if len(noise) == 4 else pixels[None]
+    with torch.no_grad():
+        found = vae.encode(picture.to(vae.dtype))
+    if hasattr(found, "latent_dist"):
+        mean, std = found.latent_dist.mean, found.latent_dist.std
+    else:
+        mean, std = found.latent, torch.zeros_like(found.latent)
+    shift, scale = normalisation(vae, mean.ndim)
+    both = torch.cat([(mean.float() - shift) * scale, std.float() * scale])
+    if [size for size in both.shape[1:] if size > 1] != [size for size in noise if size > 1]:
+        name = type(vae).__name__
+        raise NotTrainableError(f"{name} makes latents {list(both.shape[1:])}, and the network takes {list(noise)}")
+    return both.reshape(2, *noise)
+
+
+def normalisation(vae: nn.Module, ndim: int) -> tuple[Any, Any]:
+    """Returns what is taken from latents, and by what they are multiplied then, as numbers or for their channels."""
+    mean, std = _numbers(vae, "latents_mean", ndim), _numbers(vae, "latents_std", ndim)
+    factor = getattr(vae.config, "scaling_factor", None) or 1.0
+    if mean is not None and std is not None:
+        return mean, factor / std
+    return getattr(vae.config, "shift_factor", None) or 0.0, factor
+
+
+def check_normalisation(recorder: Recorder, vae: nn.Module, size: tuple[int, int]) -> None:
+    """Raises NotTrainableError where the pipeline decodes other latents than those that were normalised."""
+    asked = Asked(("",), size, size)
+    first = recorder.record(asked)
+    count = torch.Size(first.noise[1:]).numel()
+    records = [first, *(recorder.record(asked, digit) for digit in range(1, digits_needed(first.noise)))]
+    places, _ = places_in([record.sample for record in records], count)
+    raw = torch.randn(first.noise, generator=torch.Generator().manual_seed(0))
+    decoded = recorder.decoded(asked, lambda latents: raw.flatten()[places].view(latents.shape).to(latents), vae)
+    shift, scale = normalisation(vae, decoded.ndim)
+    again = (decoded.float().cpu() - _cpu(shift)) * _cpu(scale)
+    if again.numel() != raw.numel() or float((again - raw.view(again.shape)).abs().max()) > ROUNDING:
+        raise NotTrainableError(f"{recorder.name} normalises the latents of {type(vae).__name__} in an unknown way")
+
+
+def _numbers(vae: nn.Module, name: str, ndim: int) -> Tensor | None:
+    """Returns a list of numbers of a VAE's configuration, or a buffer of it, as a tensor [1, C, 1, ...]."""
+    found = getattr(vae.config, name, None)
+    found = dict(vae.named_buffers()).get(name) if found is None else found
+    return None if found is None else torch.as_tensor(found).float().view(1, -1, *[1] * (ndim - 2)).to(vae.device)
+
+
+def _cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value

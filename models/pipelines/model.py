@@ -1,0 +1,110 @@
+"""PipelineModel: the network of a pipeline of diffusers, called as its pipeline calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.diffusion import DiffusionModel, build_network
+from models.diffusion_family import STEPS
+from models.diffusion_initialise import initialise_diffusion
+from models.json_files import read_object
+from models.pipelines.calls import ASKED, NetworkCall
+from models.pipelines.encoded import INDEX, EncodedFolder
+
+NETWORKS = ("transformer", "unet")
+
+
+class PipelineModel(DiffusionModel):
+    """The transformer or UNet of a pipeline. Its conditions are those that `EncodedFolder` has for each picture.
+
+    Attributes:
+        network: the model itself, whose names of parameters are those of its files.
+        folder: that of the pipeline.
+        num_steps: the number of the scheduler's timesteps in training.
+    """
+
+    # They are known when pictures are encoded.
+    condition_shapes = sample_shape = num_labels = None
+    optional_conditions = None
+    takes_steps = True
+
+    def __init__(self, network: nn.Module, folder: Path, num_steps: int):
+        nn.Module.__init__(self)
+        self.network, self.folder, self.num_steps = network, folder, num_steps
+        self._calls: dict[tuple[int, ...], NetworkCall] = {}
+
+    def encoded(self) -> EncodedFolder:
+        """Returns what the pipeline's encoders have made in the network's dtype."""
+        return EncodedFolder(self.folder, self._dtype)
+
+    def forward(self, noisy: Tensor, timestep: Tensor, **condition: Tensor) -> Tensor:
+        """Predicts what the scheduler of the pipeline expects: the velocity, noise.
+
+        Args:
+            noisy: [B, ...], in the shape in which the pipeline draws noise; converted to the model's dtype.
+            timestep: float32 [B], from 0 (image) to 1 (noise); or int64 [B], the scheduler's steps.
+            condition: the conditions of `NetworkCall.merged`, each behind `ASKED`.
+
+        Returns:
+            The prediction, of the shape of `noisy`, in the model's dtype.
+
+        Raises ValueError for latents of a shape for which no picture was encoded.
+        """
+        call, dtype = self.call_of(noisy.shape[1:]), self._dtype
+        batch = {
+            name.removeprefix(ASKED): value.to(dtype) if value.is_floating_point() else value
+            for name, value in condition.items()
+        }
+        number = timestep * self.num_steps if timestep.is_floating_point() else timestep.float()
+        noisy = noisy.to(dtype)
+        return call.prediction(self.network(**call.filled(noisy, number, batch))[0], noisy)
+
+    def call_of(self, noise: Sequence[int]) -> NetworkCall:
+        """Returns the call for latents of the shape `noise`, [C, ...]. Raises ValueError where it is not known."""
+        noise = tuple(noise)
+        if noise not in self._calls:
+            call = self.encoded().call_of(noise)
+            if call is None:
+                raise ValueError(f"no picture with latents {list(noise)} is encoded: take dataset=captioned")
+            self._calls[noise] = call
+        return self._calls[noise]
+
+    def tokens(self, shape: Sequence[int]) -> int | None:
+        """Returns the tokens of latents of `shape`, [C, ...]; None where the network does not take a sequence."""
+        call = self.call_of(shape)
+        return call.shape[0] if len(call.shape) == 2 else None
+
+    def initialise(self, seed: int, device: torch.device | None = None) -> None:
+        """See `models.diffusion_initialise.initialise_diffusion`."""
+        initialise_diffusion(self.network, self._same_again, {}, seed, device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.network.dtype
+
+
+def build_pipeline(source: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineModel:
+    """Builds the network of a pipeline without its weights, on the current default device.
+
+    Args:
+        source: the folder of a pipeline of diffusers, with model_index.json.
+        overrides: values for keys of the network's configuration.
+
+    Raises ValueError in one line for another folder, a pipeline without a network or with several, and as
+    `build_network`.
+    """
+    folder = Path(source).expanduser()
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"it has no {INDEX}: give the folder of a pipeline of diffusers, or take model=diffusers")
+    index = read_object(folder / INDEX, "download the pipeline again")
+    found = [name for name in index if name.startswith(NETWORKS) and index[name][0] is not None]
+    if len(found) != 1 or found[0] not in NETWORKS:
+        raise ValueError(f"{index['_class_name']} has the networks {', '.join(found) or 'none'}: one is trained here")
+    scheduler = read_object(folder / "scheduler" / "scheduler_config.json", "download the pipeline again")
+    steps = scheduler.get("num_train_timesteps", STEPS)
+    return build_network(folder / found[0], overrides, lambda network: PipelineModel(network, folder, steps))

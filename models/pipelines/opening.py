@@ -1,0 +1,41 @@
+"""Opens the folder of a pipeline of diffusers around a network of our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.json_files import read_object
+from models.pipelines.encoded import INDEX
+from models.quiet_imports import without_remarks
+
+
+def open_pipeline(folder: Path, network: nn.Module, dtype: torch.dtype) -> Any:
+    """Returns the pipeline in `folder` with `network` as its transformer or UNet; all else has its values, in `dtype`.
+
+    Raises ValueError in one line for a folder that diffusers cannot open.
+    """
+    with without_remarks():
+        import diffusers
+
+        name = "unet" if "UNet" in type(network).__name__ else "transformer"
+        # Asked of its own class, diffusers does not load a network that it is given.
+        kind = getattr(diffusers, read_object(folder / INDEX, "give the folder of a pipeline")["_class_name"])
+        try:
+            return kind.from_pretrained(folder, torch_dtype=dtype, local_files_only=True, **{name: network})
+        # Each of its parts may raise errors of any type.
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"diffusers cannot open the pipeline: {reason}") from error
+
+
+def encoders_of(pipeline: Any, network: nn.Module) -> tuple[list[nn.Module], nn.Module]:
+    """Returns the text encoders of a pipeline, and its VAE. Raises ValueError where it has none."""
+    modules = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    texts = [part for name, part in modules.items() if "text" in name and part is not network]
+    if "vae" not in modules or not texts:
+        raise ValueError(f"{type(pipeline).__name__} has no VAE or no text encoder: it makes no pictures of captions")
+    return texts, modules["vae"]

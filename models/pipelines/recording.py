@@ -1,0 +1,233 @@
+"""Records with what a pipeline of diffusers calls its network, so that training calls it in the same way.
+
+Pipelines differ in all that is around their network: how latents lie in its input, which masks, places and sizes go
+with them, how times are counted, what the output stands for. So the pipeline's own call is run for two steps, with a
+recorder in the place of the network. Its noise, and the recorder's answers, are digits: they show which element of the
+latents lies where in the network's input, and which element of the output the scheduler takes for it. No weight of the
+network is read and none of its layers is computed, so it may be on the meta device; text encoders run as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+# Digits are told apart in bfloat16, also after a scheduler has multiplied them.
+BASE = 64
+# The argument of a network that has the time.
+TIME = "timestep"
+
+
+class NotTrainableError(ValueError):
+    """A pipeline calls its network in a way that cannot be trained here."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a pipeline is asked for: prompts, and the sizes of the picture that goes with each, (height, width)."""
+
+    prompts: tuple[str, ...]
+    size: tuple[int, int]
+    original_size: tuple[int, int] | None = None
+    crop: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Record:
+    """The calls of one run of a pipeline.
+
+    Attributes:
+        arguments: those of the network's first call, by name.
+        steps, times: the scheduler's numbers of both steps, and what the network got for them.
+        noise: the shape in which the pipeline drew its noise.
+        sample, predicted: the latents and the network's answer as the scheduler got them, in the first step.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
+    times: list[Tensor] = field(default_factory=list)
+    noise: tuple[int, ...] | None = None
+    sample: Tensor | None = None
+    predicted: Tensor | None = None
+
+
+class _EnoughError(Exception):
+    """Ends the run of a pipeline."""
+
+
+class _Stepped(tuple):
+    """The result of a scheduler's step, whichever way a pipeline takes it."""
+
+    prev_sample = property(lambda self: self[0])
+
+
+class Recorder:
+    """Records runs of `pipeline`, whose network is `network`: its transformer or UNet."""
+
+    def __init__(self, pipeline: Any, network: nn.Module, device: torch.device):
+        """`device` is that of the text encoders' inputs. The class of `pipeline` changes, so that it computes there."""
+        kind = type(pipeline)
+        pipeline.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda _: device)})
+        pipeline.set_progress_bar_config(disable=True)
+        self._pipeline, self._network = pipeline, network
+        self._module = sys.modules[kind.__module__]
+        self._parameters = inspect.signature(kind.__call__).parameters
+        self._forward = inspect.signature(type(network).forward)
+        self._encoded: dict[tuple[str, ...], list[Any]] = {}
+        if not hasattr(self._module, "randn_tensor") or not hasattr(kind, "encode_prompt"):
+            raise NotTrainableError(f"{kind.__name__} does not draw its noise and encode its prompts as others do")
+
+    @property
+    def name(self) -> str:
+        return type(self._pipeline).__name__
+
+    def record(self, asked: Asked, digit: int = 0) -> Record:
+        """Records a run whose noise is digit number `digit` of each element's place. Raises NotTrainableError.
+
+        Prompts that were asked for before are not encoded again.
+        """
+        record = Record()
+        with ExitStack() as stack:
+            for target, name, new in (
+                (self._module, "randn_tensor", functools.partial(self._draw, record, digit)),
+                (self._network, "forward", functools.partial(self._call, record, digit)),
+                (self._pipeline.scheduler, "step", functools.partial(self._step, record)),
+            ):
+                stack.enter_context(patch.object(target, name, new))
+            stack.enter_context(self.encoding_once(asked.prompts))
+            try:
+                with torch.no_grad():
+                    self._pipeline(**self.given(asked, steps=2, guidance=1.0, output_type="latent"))
+            except _EnoughError:
+                pass
+        if record.noise is None or record.predicted is None or len(record.times) < 2:
+            raise NotTrainableError(f"{self.name} does not draw noise, call its network and step, one after the other")
+        return record
+
+    def decoded(self, asked: Asked, latents: Callable[[Tensor], Tensor], vae: nn.Module) -> Tensor:
+        """Returns what the pipeline gives its VAE to decode, where all steps end in `latents` of those that began."""
+        found: list[Tensor] = []
+
+        def decode(given: Tensor, *_: Any, **__: Any) -> None:
+            found.append(given)
+            raise _EnoughError
+
+        with ExitStack() as stack:
+            step = lambda predicted, number, sample, *_, **__: _Stepped((latents(sample),))  # noqa: E731
+            zeros = lambda *arguments, **keywords: (torch.zeros_like([*arguments, *keywords.values()][0]),)  # noqa: E731
+            for target, name, new in (
+                (self._network, "forward", zeros),
+                (self._pipeline.scheduler, "step", step),
+                (vae, "decode", decode),
+            ):
+                stack.enter_context(patch.object(target, name, new))
+            stack.enter_context(self.encoding_once(asked.prompts))
+            try:
+                with torch.no_grad():
+                    self._pipeline(**self.given(asked, steps=2, guidance=1.0, output_type="pt"))
+            except _EnoughError:
+                return found[0]
+        raise NotTrainableError(f"{self.name} does not decode latents by its VAE")
+
+    def given(self, asked: Asked, *, steps: int, guidance: float | None, **others: Any) -> dict[str, Any]:
+        """Returns the arguments of the pipeline's call: those of these that it takes."""
+        height, width = asked.size
+        values = {
+            "prompt": list(asked.prompts),
+            "height": height,
+            "width": width,
+            "num_frames": 1,
+            "num_inference_steps": steps,
+            # Of models that were taught a guidance, too: 1 is that of the data.
+            "guidance_scale": guidance,
+            # Else PixArt would take another size than the picture's.
+            "use_resolution_binning": False,
+            "original_size": asked.original_size,
+            "crops_coords_top_left": asked.crop,
+            **others,
+        }
+        return {name: value for name, value in values.items() if name in self._parameters and value is not None}
+
+    @contextmanager
+    def encoding_once(self, prompts: tuple[str, ...]) -> Iterator[None]:
+        """Gives the pipeline what it has encoded for these prompts before, in the order in which it asked."""
+        encode, results = self._pipeline.encode_prompt, self._encoded.get(prompts)
+        again, found = iter(results or ()), []
+
+        def encode_prompt(*arguments: Any, **keywords: Any) -> Any:
+            if results is None:
+                found.append(encode(*arguments, **keywords))
+                return found[-1]
+            return next(again)
+
+        with patch.object(self._pipeline, "encode_prompt", encode_prompt):
+            yield
+        self._encoded.setdefault(prompts, found)
+
+    def _draw(self, record: Record, digit: int, shape: Sequence[int], *_: Any, **options: Any) -> Tensor:
+        if record.noise is not None:
+            raise NotTrainableError(f"{self.name} draws noise more than once")
+        record.noise = tuple(shape)
+        return digits_of(shape, digit).to(options.get("device"))
+
+    def _call(self, record: Record, digit: int, *arguments: Any, **keywords: Any) -> tuple[Tensor]:
+        bound = dict(self._forward.bind(self._network, *arguments, **keywords).arguments)
+        bound.pop("self")
+        for name in [name for name, kind in self._forward.parameters.items() if kind.kind is kind.VAR_KEYWORD]:
+            bound.update(bound.pop(name, {}))
+        first = next(iter(bound))
+        if not isinstance(bound[first], Tensor) or not isinstance(bound.get(TIME), Tensor):
+            raise NotTrainableError(f"{self.name} calls its network with something else than a tensor and its timestep")
+        record.times.append(bound[TIME])
+        if len(record.times) == 2:
+            raise _EnoughError
+        record.arguments = bound
+        shape = list(bound[first].shape)
+        config = self._network.config
+        if config.get("out_channels") and config["out_channels"] == 2 * config["in_channels"]:
+            # A variance is predicted, too.
+            shape[1] *= 2
+        # A call of the network has the latents of a batch, whose first example the digits are of.
+        return (digits_of(shape, digit).to(bound[first]),)
+
+    def _step(self, record: Record, predicted: Tensor, step: Any, sample: Tensor, *_: Any, **__: Any) -> _Stepped:
+        record.predicted, record.sample = predicted, sample
+        record.steps = [float(number) for number in self._pipeline.scheduler.timesteps[:2]]
+        return _Stepped((sample,))
+
+
+def digits_of(shape: Sequence[int], digit: int) -> Tensor:
+    """Returns digit number `digit`, to the base of `BASE`, of the place of each element in an example: float32."""
+    one = torch.arange(int(torch.Size(shape[1:]).numel()))
+    return (one // BASE**digit % BASE).float().view(1, *shape[1:]).repeat(shape[0], *[1] * (len(shape) - 1))
+
+
+def places_in(found: Sequence[Tensor], count: int) -> tuple[Tensor, float] | None:
+    """Returns the places that digits tell of the elements of an example, int64 [count], and their common factor.
+
+    `found` has them digit by digit, each scaled by the same factor. None: they are not each of `count` places once.
+    """
+    if found[0][:1].numel() != count:
+        return None
+    largest = min(count, BASE) - 1
+    first = found[0][0].double().flatten()
+    factor = float(first[first.abs().argmax()]) / max(largest, 1)
+    places = sum((digits[0].double().flatten() / factor).round().long() * BASE**n for n, digits in enumerate(found))
+    return (places, factor) if torch.equal(places.sort().values, torch.arange(count)) else None
+
+
+def digits_needed(shape: Sequence[int]) -> int:
+    """Returns how many digits tell the elements of an example apart."""
+    count, digits = int(torch.Size(shape[1:]).numel()), 1
+    while BASE**digits < count:
+        digits += 1
+    return digits

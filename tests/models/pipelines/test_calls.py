@@ -1,0 +1,128 @@
+"""A network is called as its pipeline calls it: the same arguments, and the same meaning of its output."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.pipelines.calls import NetworkCall
+from models.pipelines.recording import Asked, Recorder
+from tests.models.helpers.tiny_pipelines import PIPELINES, made, network_of
+
+SIZE, CAPTIONS = (32, 64), ("a cube", "a big red cube, with a hat")
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_network_gets_what_its_pipeline_gives_it(name: str):
+    """In one step from noise of our own; the scheduler then gets what `prediction` returns."""
+    pipeline = made(name)
+    network = network_of(pipeline)
+    recorder = Recorder(pipeline, network, torch.device("cpu"))
+    call = NetworkCall.of(recorder, SIZE)
+    noise = torch.randn(2, *call.noise)
+    examples = [call.conditions(recorder.record(Asked((caption,), SIZE, SIZE))) for caption in CAPTIONS]
+    seen: dict[str, object] = {}
+    step, forward = pipeline.scheduler.step, network.forward
+
+    def stepping(predicted: Tensor, number: Tensor, sample: Tensor, *_: object, **__: object):
+        if "number" not in seen:
+            seen.update(predicted=predicted, number=number, sample=sample)
+        return step(predicted, number, sample, return_dict=False)
+
+    def calling(*arguments: object, **keywords: object):
+        first = forward(*arguments, **keywords)
+        seen.setdefault("arguments", (arguments, keywords))
+        return first
+
+    module = type(pipeline).__mro__[1].__module__
+    with (
+        torch.no_grad(),
+        patch.object(pipeline.scheduler, "step", stepping),
+        patch.object(network, "forward", calling),
+        patch(f"{module}.randn_tensor", lambda *_, **__: noise),
+    ):
+        pipeline(**recorder.given(Asked(CAPTIONS, SIZE, SIZE), steps=1, guidance=1.0, output_type="latent"))
+        positional, keywords = seen["arguments"]
+        theirs = inspect.signature(type(network).forward).bind(network, *positional, **keywords).arguments
+        number = seen["number"].float().expand(2)
+        # A scheduler of noise scales latents for the network.
+        scaled = theirs[call.latents].reshape(2, -1)[:, call.places.argsort()].view(noise.shape)
+        ours = call.filled(scaled, number, call.merged(examples))
+        assert_alike(ours, {key: value for key, value in theirs.items() if key in ours})
+        prediction = call.prediction(forward(**ours)[0], noise)
+    sample = seen["sample"].reshape(2, -1)
+    factor = sample.abs().max() / noise.abs().max()
+    order = (sample / factor).sort().indices.argsort(), noise.reshape(2, -1).sort().indices
+    in_their_order = prediction.reshape(2, -1).gather(1, order[1].gather(1, order[0]))
+    torch.testing.assert_close(in_their_order, seen["predicted"].reshape(2, -1), rtol=1e-4, atol=1e-5)
+
+
+def assert_alike(ours: object, theirs: object) -> None:
+    if isinstance(theirs, dict):
+        for key, value in theirs.items():
+            assert_alike(ours[key], value)
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_alike(one, other)
+    elif isinstance(theirs, Tensor):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(
+            ours, theirs.expand(ours.shape) if theirs.ndim == 0 else theirs, rtol=1e-4, atol=1e-5
+        )
+    else:
+        assert ours == theirs
+
+
+def test_a_call_is_kept_and_read_again():
+    pipeline = made("qwen_image")
+    recorder = Recorder(pipeline, pipeline.transformer.to("meta"), torch.device("cpu"))
+    call, content = NetworkCall.of(recorder, SIZE), io.BytesIO()
+    torch.save(call.state(), content)
+    content.seek(0)
+    again = NetworkCall.from_state(torch.load(content, weights_only=True))
+    for name, value in vars(call).items():
+        found = getattr(again, name)
+        assert torch.equal(found, value) if isinstance(value, Tensor) else repr(found) == repr(value), name
+
+
+def test_captions_of_one_length_have_no_mask_and_others_have():
+    pipeline = made("qwen_image")
+    recorder = Recorder(pipeline, pipeline.transformer.to("meta"), torch.device("cpu"))
+    call = NetworkCall.of(recorder, SIZE)
+    short, long = (call.conditions(recorder.record(Asked((caption,), SIZE, SIZE))) for caption in CAPTIONS)
+    assert call.merged([short, short]).keys() == {"encoder_hidden_states"}
+    lengths = [each["encoder_hidden_states"].shape[1] for each in (short, long)]
+    mask = call.merged([short, long])["encoder_hidden_states_mask"]
+    assert mask.sum(1).tolist() == lengths
+
+
+def test_captions_of_different_lengths_without_a_mask_are_refused():
+    pipeline = made("sdxl")
+    recorder = Recorder(pipeline, pipeline.unet.to("meta"), torch.device("cpu"))
+    call = NetworkCall.of(recorder, SIZE)
+    example = call.conditions(recorder.record(Asked(("",), SIZE, SIZE)))
+    shorter = example | {"encoder_hidden_states": example["encoder_hidden_states"][:, :10]}
+    with pytest.raises(ValueError, match="captions of different lengths are in a batch, and the network takes no mask"):
+        call.merged([example, shorter])
+
+
+def test_without_its_caption_a_picture_keeps_its_sizes():
+    pipeline = made("sdxl")
+    recorder = Recorder(pipeline, pipeline.unet.to("meta"), torch.device("cpu"))
+    call = NetworkCall.of(recorder, SIZE)
+    picture = call.conditions(recorder.record(Asked(("a cube",), SIZE, (400, 500), (3, 4))))
+    empty = call.conditions(recorder.record(Asked(("",), SIZE, SIZE)))
+    found = call.without_caption(picture, empty)
+    sizes, text = "added_cond_kwargs.time_ids", "encoder_hidden_states"
+    assert found[sizes].tolist() == [[400, 500, 3, 4, *SIZE]]
+    assert torch.equal(found[text], empty[text])
+    assert not torch.equal(found[text], picture[text])
+    assert {name: tensor.shape for name, tensor in call.meta_conditions(3).items()} == {
+        name: tensor.shape for name, tensor in call.merged([picture] * 3).items()
+    }

@@ -1,0 +1,39 @@
+"""Latents are normalised as the pipeline expects them: decoded by it, they are the VAE's again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.pipelines.latents import check_normalisation, encoded
+from models.pipelines.recording import Asked, NotTrainableError, Recorder
+from tests.models.helpers.tiny_pipelines import PIPELINES, made, network_of
+
+SIZE = (32, 64)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_pipeline_decodes_what_was_encoded(name: str):
+    pipeline = made(name)
+    recorder = Recorder(pipeline, network_of(pipeline).to("meta"), torch.device("cpu"))
+    check_normalisation(recorder, pipeline.vae, SIZE)
+    noise = recorder.record(Asked(("",), SIZE, SIZE)).noise[1:]
+    mean, std = encoded(pipeline.vae, torch.rand(3, *SIZE) * 2 - 1, noise)
+    assert mean.shape == noise
+    assert (std > 0).all()
+
+
+def test_an_unknown_normalisation_is_refused():
+    pipeline = made("sd3")
+    recorder = Recorder(pipeline, pipeline.transformer.to("meta"), torch.device("cpu"))
+    decode = pipeline.vae.decode
+    recorder.decoded = lambda asked, latents, vae: latents(torch.empty(1, 4, 16, 32)) * 2
+    with pytest.raises(NotTrainableError, match="normalises the latents of AutoencoderKL in an unknown way"):
+        check_normalisation(recorder, pipeline.vae, SIZE)
+    assert pipeline.vae.decode == decode
+
+
+def test_a_vae_of_another_size_is_refused():
+    pipeline = made("sd3")
+    with pytest.raises(NotTrainableError, match=r"makes latents \[4, 16, 32\], and the network takes \[4, 8, 8\]"):
+        encoded(pipeline.vae, torch.zeros(3, *SIZE), (4, 8, 8))

@@ -1,0 +1,125 @@
+"""Batches of encoded pictures: latents drawn anew, conditions with their captions or without, masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from models.pipelines.calls import ASKED
+from tests.models.helpers.tiny_pipelines import saved
+from tests.training.helpers.captioned import draw_pictures, overrides_of
+from tests.training.helpers.in_process import components_of
+from training.data.building import build_dataset
+from training.data.captioned.dataset import Captioned
+from training.data.pictures import LOSS_MASK
+from training.errors import UserError
+from training.run.encoding import encode_missing
+
+TEXT = f"{ASKED}encoder_hidden_states"
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("sdxl", tmp_path_factory)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One for all tests: what is encoded depends on its content.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "captioned"))
+
+
+def dataset_of(pipeline: Path, pictures: Path, *overrides: str) -> Captioned:
+    components = components_of(*overrides_of(pipeline, pictures, "noise_prediction"), *overrides)
+    made = build_dataset(components.config, components.model, pictures)
+    encode_missing(made, components)
+    return made
+
+
+def test_a_batch_is_a_function_of_its_number_and_has_pictures_of_one_size(pipeline: Path, tmp_path: Path):
+    dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"))
+    sizes = set()
+    for number in range(4):
+        batch, again = dataset.batch(number), dataset.batch(number)
+        assert batch.keys() == again.keys()
+        assert all(torch.equal(tensor, again[name]) for name, tensor in batch.items())
+        assert batch["images"].shape[0] == 2
+        sizes.add(batch["images"].shape[2:])
+    assert len(sizes) == 2
+    assert dataset.num_blocks == 8
+    assert dataset.facts() == {
+        "pictures": "6 in 2 sizes; an epoch shows 6, 2 of them once more to fill batches of one size"
+    }
+
+
+def test_latents_are_drawn_anew_from_one_distribution(pipeline: Path, tmp_path: Path):
+    dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a", count=1), "batch_size=1")
+    first, second = dataset.batch(0)["images"], dataset.batch(1)["images"]
+    assert not torch.equal(first, second)
+    (picture,) = dataset._pictures
+    mean, std = dataset.encoded.read(dataset._key(picture, False))["latents"]
+    drawn = torch.cat([(dataset.batch(number)["images"][0] - mean) / std for number in range(30)])
+    assert drawn.mean().abs() < 0.05
+    assert (drawn.std() - 1).abs() < 0.05
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_captions_are_dropped_and_sizes_are_not(pipeline: Path, tmp_path: Path, share: int):
+    dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"), f"dataset.caption_dropout={share}")
+    first, second = dataset.batch(0)[TEXT]
+    assert torch.equal(first, second) == bool(share)
+    sizes = dataset.batch(0)[f"{ASKED}added_cond_kwargs.time_ids"]
+    assert {tuple(row[:2].tolist()) for row in sizes} <= {(64, 64), (48, 96)}
+
+
+def test_half_of_the_pictures_are_mirrored(pipeline: Path, tmp_path: Path):
+    dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a", count=1), "dataset.flip=true", "batch_size=1")
+    (picture,) = dataset._pictures
+    means = [dataset.encoded.read(dataset._key(picture, flip))["latents"][0] for flip in (False, True)]
+    near = [
+        min((0, 1), key=lambda flip, batch=batch: float((batch["images"][0] - means[flip]).abs().sum()))
+        for batch in map(dataset.batch, range(30))
+    ]
+    assert 5 <= sum(near) <= 25
+
+
+def test_a_mask_is_that_of_the_picture_in_latents(pipeline: Path, tmp_path: Path):
+    folder = draw_pictures(tmp_path / "a", count=1)
+    mask = Image.new("L", (96, 48), 0)
+    mask.paste(255, (0, 0, 48, 48))
+    mask.save(folder / "0-mask.png")
+    batch = dataset_of(pipeline, folder, "dataset.masked=true", "batch_size=1").batch(0)
+    found = batch[LOSS_MASK]
+    assert found.shape == (1, *batch["images"].shape[2:])
+    half = found.shape[2] // 2
+    assert (found[..., : half - 1] == 1).all()
+    assert (found[..., half + 1 :] == 0).all()
+
+
+def test_held_out_pictures_are_in_no_batch(pipeline: Path, tmp_path: Path):
+    dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"), "dataset.eval_share=0.34", "batch_size=1")
+    held = {picture.path for picture in dataset._held_out}
+    assert len(held) == 2
+    assert held.isdisjoint(picture.path for picture in dataset._pictures)
+    batches = dataset.eval_batches(5)
+    assert len(batches) == 2
+    assert all(
+        torch.equal(one["images"], two["images"]) for one, two in zip(batches, dataset.eval_batches(5), strict=True)
+    )
+
+
+def test_a_plans_batch_has_the_shapes_of_a_run(pipeline: Path, tmp_path: Path):
+    dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"))
+    found = Captioned.meta_batch(2, pipeline=str(pipeline), precision="fp32")
+    real = max((dataset.batch(number) for number in range(4)), key=lambda batch: batch["images"].numel())
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in real.items()
+    }
+
+
+def test_without_a_pipeline_it_is_refused():
+    with pytest.raises(UserError, match=r"dataset=captioned: take model=pipeline model\.source=FOLDER"):
+        Captioned.meta_batch(1)

@@ -1,0 +1,41 @@
+"""Drawn pictures with captions, and runs that train a tiny pipeline on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from tests.training.helpers.in_process import TINY_RUN
+
+COLOURS = ("red", "green", "blue")
+
+
+def draw_pictures(folder: Path, count: int = 6) -> Path:
+    """Writes pictures of two shapes, with captions of different lengths; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        size = (64, 64) if number % 2 else (96, 48)
+        picture = Image.new("RGB", size, COLOURS[number % 3])
+        ImageDraw.Draw(picture).ellipse((4, 4, 20 + 4 * number, 40), fill="white")
+        picture.save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a white ball on {COLOURS[number % 3]}" + " and more" * (number % 3))
+    return folder
+
+
+def overrides_of(pipeline: Path, pictures: Path, task: str = "flow_matching") -> list[str]:
+    """Returns the overrides of a short run."""
+    run = [each for each in TINY_RUN if not each.startswith(("model.", "dataset=", "seq_len", "batch_size"))]
+    return [
+        *run,
+        "model=pipeline",
+        f"model.source={pipeline}",
+        f"task={task}",
+        "dataset=captioned",
+        f"dataset.folder={pictures}",
+        "dataset.size=64",
+        "dataset.multiple=32",
+        "batch_size=2",
+        "steps=2",
+        "log_every=1",
+    ]

@@ -1,0 +1,87 @@
+"""Pictures are encoded once, under the run's mode, and train their pipeline's network alike under each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.helpers.tiny_pipelines import PIPELINES, saved
+from tests.training.helpers.captioned import draw_pictures, overrides_of
+from tests.training.helpers.in_process import components_of, run_here
+from tests.training.helpers.results import losses
+from training.data.building import build_dataset
+from training.errors import UserError
+from training.run import encoding
+from training.run.encoding import encode_missing
+
+NOISE_TASKS = ("sdxl", "pixart")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def pipeline_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folders: dict[str, Path] = {}
+    return lambda name: folders.setdefault(name, folders.get(name) or saved(name, tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+def given(name: str, pipeline: Path, pictures: Path) -> list[str]:
+    return overrides_of(pipeline, pictures, "noise_prediction" if name in NOISE_TASKS else "flow_matching")
+
+
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES), "qwen_image"])
+def test_losses_are_equal_under_each_mode_and_encoders_run_once(
+    name: str, pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    overrides = given(name, pipeline_of(name), pictures)
+    expected: list[float] = []
+    for mode in ("none", "layer_stream", "shard_offload"):
+        run_here(tmp_path / mode, *overrides, f"offload={mode}", "microbatches=2")
+        found = losses(tmp_path / mode)
+        assert len(found) == 2
+        expected = expected or found
+        assert found == expected, mode
+        # All later runs have what this one has encoded.
+        monkeypatch.setattr(encoding, "open_pipeline", None)
+
+
+@pytest.mark.parametrize("mode", ["layer_stream", "bounce_linear"])
+def test_encoders_under_a_mode_make_what_they_make_on_the_device(
+    mode: str, pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = {}
+    for offload in ("none", mode):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / offload))
+        components = components_of(*given("flux", pipeline_of("flux"), pictures), f"offload={offload}")
+        dataset = build_dataset(components.config, components.model, tmp_path)
+        encode_missing(dataset, components)
+        assert not dataset.missing()
+        made[offload] = dataset.batch(0)
+    assert made["none"].keys() == made[mode].keys()
+    assert all(torch.equal(tensor, made[mode][key]) for key, tensor in made["none"].items())
+
+
+def test_a_plan_before_pictures_are_encoded_says_so(pipeline_of, pictures: Path, tmp_path: Path):
+    overrides = given("sd3", pipeline_of("sd3"), pictures)
+    with pytest.raises(UserError, match=r"^dataset=captioned: its pictures are not encoded yet"):
+        components_of(*overrides).task.meta_batch(components_of(*overrides).config, 2)
+
+
+def test_a_model_without_its_pipeline_is_refused(pipeline_of, pictures: Path, tmp_path: Path):
+    folder = pipeline_of("sd3")
+    overrides = [each for each in given("sd3", folder, pictures) if not each.startswith("model")]
+    with pytest.raises(UserError, match=r"^dataset=captioned: take model=pipeline model\.source=FOLDER"):
+        run_here(tmp_path / "unet", *overrides, "model=unet_small")
+    with pytest.raises(UserError, match=r"^model\.source=.*: it has no model_index\.json: give the folder of"):
+        run_here(tmp_path / "part", *overrides, "model=pipeline", f"model.source={folder / 'transformer'}")

@@ -1,0 +1,245 @@
+"""Captioned: pictures with captions, as the VAE and the text encoders of a pipeline have encoded them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from models.pipelines.calls import ASKED, NetworkCall
+from models.pipelines.encoded import INDEX, EncodedFolder
+from models.pipelines.recording import Asked
+from training.data.captioned.buckets import BucketBatches
+from training.data.captioned.folders import folders_of
+from training.data.captioned.pictures import CaptionedPicture, Cropped, content_key, cropped, find_pictures
+from training.data.examples import check_share
+from training.data.packing import epoch_order, random_words
+from training.data.pictures import LOSS_MASK, check_ground
+from training.errors import UserError
+from training.runs.files import home_expanded
+
+LATENTS, MASK, IMAGES = "latents", "mask", "images"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# In the keys of random numbers: held-out pictures, and what is drawn for a batch.
+HELD_OUT, DRAWN = 0x68656C64, 0x647261776E
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is not encoded yet: captions with the sizes of their pictures, and pictures, mirrored or not, by key."""
+
+    captions: Mapping[str, Asked]
+    pictures: Mapping[str, tuple[CaptionedPicture, bool]]
+
+    def __bool__(self) -> bool:
+        return bool(self.captions or self.pictures)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The sizes of both, (height, width)."""
+        found = {asked.size for asked in self.captions.values()}
+        return sorted(found.union(picture.size for picture, _ in self.pictures.values()))
+
+
+class Captioned:
+    """Folders of pictures with captions, for a model with its pipeline (model=pipeline).
+
+    The pictures of a batch have one size, that of a bucket: of about `size` x `size` pixels, with the picture's aspect
+    ratio. A batch has `images`, the normalised latents, float32 [B, ...], drawn anew from the VAE's distribution for
+    each batch; the conditions with which the pipeline calls its network, each behind `asked.`; and with `masked`
+    `loss_mask`, float32 [B, height, width] of the latents, from 0 to 1.
+
+    Args:
+        folder: a folder, several, or a dictionary of folders with the times that an epoch shows their pictures.
+        size: the edge in pixels of a square of as many pixels as a picture gets.
+        multiple: the sides of a picture are multiples of it.
+        flip: half of the pictures are mirrored, others in each epoch.
+        ground: the colour under transparent pictures; see `training.data.pictures`.
+        masked: the loss counts where a picture is opaque, or where NAME-mask.png is white.
+        caption_dropout: the share of examples that get the empty caption, for guidance (Ho and Salimans 2022).
+        eval_share: the share of the pictures, random ones, that is held out for evaluation.
+        pipeline, precision: the folder of the pipeline, and the precision of its encoders.
+
+    Raises UserError if there are no pictures, or one cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | Sequence[str] | Mapping[str, int],
+        size: int = 1024,
+        multiple: int = 64,
+        flip: bool = False,
+        ground: str = "white",
+        masked: bool = False,
+        caption_dropout: float = 0.1,
+        eval_share: float = 0.0,
+        pipeline: str | None = None,
+        precision: str = "bf16",
+        *,
+        seed: int,
+        batch_size: int,
+    ):
+        check_share(eval_share)
+        check_ground(ground)
+        self.encoded = encoded_by(pipeline, precision)
+        self._flip, self._ground, self._masked, self._dropout = flip, ground, masked, caption_dropout
+        found = find_pictures(folders_of(folder), size=size, multiple=multiple)
+        # Of all folders, in an order of their own.
+        found = [found[number] for number in epoch_order(len(found), HELD_OUT, 0)]
+        count = int(len(found) * eval_share)
+        self._pictures, self._held_out = found[: len(found) - count], found[len(found) - count :]
+        self._batches = BucketBatches(self._pictures, batch_size, seed)
+        self._seed, self._batch_size = seed, batch_size
+        self._calls: dict[tuple[int, ...], NetworkCall] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Examples of an epoch, those that fill up batches included."""
+        return self._batches.steps_per_epoch * self._batch_size
+
+    @staticmethod
+    def meta_batch(
+        rows: int, *, pipeline: str | None = None, precision: str = "bf16", masked: bool = False, **_others: object
+    ) -> dict[str, Tensor]:
+        """Returns a batch of the largest pictures that were encoded, on the meta device, for these keys of the option.
+
+        Raises UserError before any was.
+        """
+        calls = encoded_by(pipeline, precision).calls()
+        if not calls:
+            raise UserError(
+                "dataset=captioned: its pictures are not encoded yet, and a plan does not do that: begin a run first"
+                " (steps=1 plan=false)"
+            )
+        noise = calls[0].noise
+        batch = {IMAGES: torch.empty(rows, *noise, device="meta")}
+        if masked:
+            batch[LOSS_MASK] = torch.empty(rows, *noise[-2:], device="meta")
+        return batch | {f"{ASKED}{name}": tensor for name, tensor in calls[0].meta_conditions(rows).items()}
+
+    @cached_property
+    def data_sha256(self) -> str:
+        """The SHA-256 of all pictures and captions, and of how they are cut."""
+        keys = [f"{self._key(picture, False)} {picture.repeats} {picture.caption}" for picture in self._all]
+        return hashlib.sha256("\n".join([f"{self._flip} {self._masked} {self._dropout}", *keys]).encode()).hexdigest()
+
+    def facts(self) -> dict[str, str]:
+        """Returns what is to be said of the pictures."""
+        sizes = {picture.size for picture in self._all}
+        shown = sum(picture.repeats for picture in self._pictures)
+        filled = self.num_blocks - shown
+        twice = f", {filled} of them once more to fill batches of one size" if filled else ""
+        return {"pictures": f"{len(self._all)} in {len(sizes)} sizes; an epoch shows {shown}{twice}"}
+
+    def missing(self) -> Missing:
+        """Returns what is not encoded yet."""
+        captions = {_caption_key(asked): asked for picture in self._all for asked in (_asked(picture), _empty(picture))}
+        pictures = {
+            self._key(picture, flip): (picture, flip)
+            for picture in self._all
+            for flip in ((False, True) if self._flip else (False,))
+        }
+        return Missing(
+            {key: asked for key, asked in captions.items() if not self.encoded.has(key)},
+            {key: picture for key, picture in pictures.items() if not self.encoded.has(key)},
+        )
+
+    def cropped(self, picture: CaptionedPicture, flip: bool) -> Cropped:
+        """Returns the pixels of a picture, as they are encoded."""
+        return cropped(picture, flip=flip, ground=self._ground, alpha_mask=self._masked)
+
+    def batch(self, index: int) -> dict[str, Tensor]:
+        """Returns batch `index` >= 0 on the CPU, a pure function of seed and index."""
+        numbers = self._batches.of_step(index)
+        words = random_words(3 * len(numbers), self._seed, DRAWN, index).reshape(len(numbers), 3)
+        return self._joined(
+            [
+                (
+                    self._pictures[number],
+                    self._flip and bool(flip % 2),
+                    dropped / 2**64 < self._dropout,
+                    int(drawn) & 0x7FFF_FFFF_FFFF_FFFF,
+                )
+                for number, (flip, dropped, drawn) in zip(numbers, words.tolist(), strict=True)
+            ]
+        )
+
+    def eval_batches(self, count: int) -> list[dict[str, Tensor]]:
+        """Returns at most `count` batches of held-out pictures on the CPU, the same at each call."""
+        by_size: dict[tuple[int, int], list[CaptionedPicture]] = {}
+        for picture in self._held_out:
+            by_size.setdefault(picture.size, []).append(picture)
+        batches = [
+            pictures[start : start + self._batch_size]
+            for pictures in by_size.values()
+            for start in range(0, len(pictures), self._batch_size)
+        ]
+        return [
+            self._joined([(picture, False, False, number) for number, picture in enumerate(batch)])
+            for batch in batches[:count]
+        ]
+
+    @property
+    def _all(self) -> list[CaptionedPicture]:
+        return [*self._pictures, *self._held_out]
+
+    def _joined(self, examples: Sequence[tuple[CaptionedPicture, bool, bool, int]]) -> dict[str, Tensor]:
+        """Returns the batch of pictures, each with whether it is mirrored, without its caption, and a seed."""
+        images, masks, conditions = [], [], []
+        for picture, flip, without_caption, seed in examples:
+            found = self.encoded.read(self._key(picture, flip))
+            mean, std = found[LATENTS]
+            images.append(mean + std * torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed)))
+            masks.append(found.get(MASK, torch.ones(1, *mean.shape[-2:])))
+            call = self._call_of(tuple(mean.shape))
+            own = self.encoded.read(_caption_key(_asked(picture)))
+            if without_caption:
+                own = call.without_caption(own, self.encoded.read(_caption_key(_empty(picture))))
+            conditions.append(own)
+        batch = {IMAGES: torch.stack(images)}
+        if self._masked:
+            masks = [interpolate(mask[None], size=mean.shape[-2:], mode="area")[0, 0] for mask in masks]
+            batch[LOSS_MASK] = torch.stack(masks)
+        try:
+            merged = call.merged(conditions)
+        except ValueError as error:
+            raise UserError(f"dataset=captioned: {error}") from error
+        return batch | {f"{ASKED}{name}": tensor for name, tensor in merged.items()}
+
+    def _call_of(self, noise: tuple[int, ...]) -> NetworkCall:
+        if noise not in self._calls:
+            self._calls[noise] = self.encoded.call_of(noise)
+        return self._calls[noise]
+
+    def _key(self, picture: CaptionedPicture, flip: bool) -> str:
+        # Latents do not depend on the caption.
+        return content_key(replace(picture, caption=""), flip=flip, ground=self._ground, masked=self._masked)
+
+
+def encoded_by(pipeline: str | None, precision: str) -> EncodedFolder:
+    """Returns the results of the encoders of the pipeline in the folder `pipeline`. Raises UserError without one."""
+    folder = None if pipeline is None else Path(home_expanded("model.source", pipeline))
+    if folder is None or not (folder / INDEX).is_file():
+        raise UserError("dataset=captioned: take model=pipeline model.source=FOLDER, the folder of a whole pipeline")
+    return EncodedFolder(folder, DTYPES[str(precision)])
+
+
+def _asked(picture: CaptionedPicture) -> Asked:
+    return Asked((picture.caption,), picture.size, picture.original_size)
+
+
+def _empty(picture: CaptionedPicture) -> Asked:
+    return Asked(("",), picture.size, picture.size)
+
+
+def _caption_key(asked: Asked) -> str:
+    return hashlib.sha256(
+        json.dumps([*asked.prompts, asked.size, asked.original_size, asked.crop]).encode()
+    ).hexdigest()

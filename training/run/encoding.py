@@ -1,0 +1,74 @@
+"""Encodes captioned pictures once: text encoders and VAE run under the run's own mode, and leave before training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.pipelines.calls import NetworkCall
+from models.pipelines.latents import check_normalisation, encoded
+from models.pipelines.model import PipelineModel
+from models.pipelines.opening import encoders_of, open_pipeline
+from models.pipelines.recording import Recorder
+from offload import Mode, Resident, Streams
+from training.data.captioned.dataset import LATENTS, Captioned, Missing
+from training.errors import UserError, as_user_error
+from training.metrics.progress import phase
+from training.settle.components import Components, acquired
+
+
+def encode_missing(dataset: object, components: Components) -> None:
+    """Encodes what `dataset` has, if it is one of captioned pictures, and no run has encoded before.
+
+    Raises UserError for a pipeline that cannot be used, MemoryError where an encoder does not fit.
+    """
+    if not isinstance(dataset, Captioned):
+        return
+    model = components.model
+    if not isinstance(model, PipelineModel):
+        raise UserError("dataset=captioned: take model=pipeline model.source=FOLDER, the folder of a whole pipeline")
+    if missing := dataset.missing():
+        with as_user_error(f"model.source={model.folder}: "), acquired(components.device) as streams:
+            _encode(dataset, missing, components, open_pipeline(model.folder, model.network, components.dtype), streams)
+
+
+def _encode(dataset: Captioned, missing: Missing, components: Components, pipeline: Any, streams: Streams) -> None:
+    network, kept = components.model.network, dataset.encoded
+    texts, vae = encoders_of(pipeline, network)
+    recorder, calls = Recorder(pipeline, network, components.device), {}
+    with _placed(texts, components.mode, streams):
+        for size in missing.sizes:
+            calls[size] = NetworkCall.of(recorder, size)
+            check_normalisation(recorder, vae, size)
+        with phase(f"encoding {len(missing.captions)} captions"):
+            for key, asked in missing.captions.items():
+                kept.write(key, calls[asked.size].conditions(recorder.record(asked)))
+    with _placed([vae], components.mode, streams), phase(f"encoding {len(missing.pictures)} pictures"):
+        for key, (picture, flip) in missing.pictures.items():
+            cropped = dataset.cropped(picture, flip)
+            latents = encoded(vae, cropped.pixels.to(components.device), calls[picture.size].noise)
+            kept.write(key, {LATENTS: latents} | ({} if cropped.mask is None else {"mask": cropped.mask}))
+    # Last: where they are, all of a size is there.
+    for call in calls.values():
+        kept.write_call(call)
+
+
+@contextmanager
+def _placed(modules: Sequence[nn.Module], mode: Mode, streams: Streams) -> Iterator[None]:
+    """Has `modules` under `mode` where that can stream them, else on the device, for forwards without gradients."""
+    with ExitStack() as stack:
+        for module in modules:
+            module.requires_grad_(False).eval()
+            try:
+                attached = mode.attach(module, streams)
+            except ValueError:
+                # It has no blocks, as a VAE of convolutions.
+                attached = Resident().attach(module, streams)
+            stack.callback(attached.detach)
+            stack.enter_context(attached.inference())
+        with torch.no_grad():
+            yield
