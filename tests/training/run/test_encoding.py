@@ -78,10 +78,8 @@ def test_a_plan_before_pictures_are_encoded_says_so(pipeline_of, pictures: Path,
         components_of(*overrides).task.meta_batch(components_of(*overrides).config, 2)
 
 
-def test_a_model_without_its_pipeline_is_refused(pipeline_of, pictures: Path, tmp_path: Path):
+def test_a_folder_that_is_no_pipeline_is_refused(pipeline_of, pictures: Path, tmp_path: Path):
     folder = pipeline_of("sd3")
-    overrides = [each for each in given("sd3", folder, pictures) if not each.startswith("model")]
-    with pytest.raises(UserError, match=r"^dataset=captioned: take model=pipeline model\.source=FOLDER"):
-        run_here(tmp_path / "unet", *overrides, "model=unet_small")
+    overrides = [each for each in given("sd3", folder, pictures) if not each.startswith("model.source")]
     with pytest.raises(UserError, match=r"^model\.source=.*: it has no model_index\.json: give the folder of"):
-        run_here(tmp_path / "part", *overrides, "model=pipeline", f"model.source={folder / 'transformer'}")
+        run_here(tmp_path / "part", *overrides, f"model.source={folder / 'transformer'}")
