@@ -18,6 +18,7 @@ from offload import Footprint, Mode
 from training.config.construct import construct
 from training.config.declare import AUTO
 from training.config.modes import CONF
+from training.config.rates import fix_rates
 from training.config.schema import OnNonfinite, Precision
 from training.errors import UserError
 from training.parallel.ranks import shares_homes
@@ -81,6 +82,7 @@ def settle(config: DictConfig, invocation: Invocation, device: torch.device, on_
         config.model.weights = found = weights_of_source(config.model)
         from_seed = "the weights begin from the seed, because model.source names an architecture alone"
         reasons["model.weights"] = from_seed if found is None else f"{found}, those of model.source"
+    reasons |= fix_rates(config)
     if chosen("dataset.tokenizer"):
         config.dataset.tokenizer = settled_tokenizer(config)
         reasons["dataset.tokenizer"] = _why_tokenizer(config)
