@@ -12,6 +12,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
@@ -45,11 +46,18 @@ class EncodedFolder:
         """Returns what `write` was given, on the CPU."""
         return load_file(self._file(key))
 
+    def write_prompt(self, prompt: str, encoded: Sequence[Any]) -> None:
+        """Keeps what the pipeline's `encode_prompt` returned for a prompt of samples: tensors, and None, in tuples."""
+        _save(self._prompt_file(prompt), list(encoded))
+
+    def prompt_of(self, prompt: str) -> list[Any] | None:
+        """Returns what `write_prompt` was given for `prompt`; None if it was not."""
+        file = self._prompt_file(prompt)
+        return torch.load(file, weights_only=True) if file.is_file() else None
+
     def write_call(self, call: NetworkCall) -> None:
         """Keeps the network's call for latents of one shape."""
-        content = io.BytesIO()
-        torch.save(call.state(), content)
-        _write(self._call_file(call.noise), content.getvalue())
+        _save(self._call_file(call.noise), call.state())
 
     def call_of(self, noise: Sequence[int]) -> NetworkCall | None:
         """Returns the network's call for latents of the shape `noise`; None: it was not asked for yet."""
@@ -65,8 +73,17 @@ class EncodedFolder:
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"
 
+    def _prompt_file(self, prompt: str) -> Path:
+        return self.path / f"prompt-{hashlib.sha256(prompt.encode()).hexdigest()}.pt"
+
     def _call_file(self, noise: Sequence[int]) -> Path:
         return self.path / f"call-{'x'.join(map(str, noise))}.pt"
+
+
+def _save(path: Path, value: Any) -> None:
+    content = io.BytesIO()
+    torch.save(value, content)
+    _write(path, content.getvalue())
 
 
 def _write(path: Path, content: bytes) -> None:

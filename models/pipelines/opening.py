@@ -13,7 +13,7 @@ from models.pipelines.encoded import INDEX
 from models.quiet_imports import without_remarks
 
 
-def open_pipeline(folder: Path, network: nn.Module, dtype: torch.dtype) -> Any:
+def open_pipeline(folder: Path, network: nn.Module, dtype: torch.dtype, *, without_text_encoders: bool = False) -> Any:
     """Returns the pipeline in `folder` with `network` as its transformer or UNet; all else has its values, in `dtype`.
 
     Raises ValueError in one line for a folder that diffusers cannot open.
@@ -23,9 +23,12 @@ def open_pipeline(folder: Path, network: nn.Module, dtype: torch.dtype) -> Any:
 
         name = "unet" if "UNet" in type(network).__name__ else "transformer"
         # Asked of its own class, diffusers does not load a network that it is given.
-        kind = getattr(diffusers, read_object(folder / INDEX, "give the folder of a pipeline")["_class_name"])
+        index = read_object(folder / INDEX, "download the pipeline again")
+        kind, given = getattr(diffusers, index["_class_name"]), {name: network}
+        if without_text_encoders:
+            given |= {part: None for part in index if part.startswith("text_encoder")}
         try:
-            return kind.from_pretrained(folder, torch_dtype=dtype, local_files_only=True, **{name: network})
+            return kind.from_pretrained(folder, torch_dtype=dtype, local_files_only=True, **given)
         # Each of its parts may raise errors of any type.
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -112,6 +112,26 @@ class Recorder:
         if record.noise is None or record.predicted is None or len(record.times) < 2:
             raise NotTrainableError(f"{self.name} does not draw noise, call its network and step, one after the other")
         return record
+
+    def encoded(self, asked: Asked) -> list[Any]:
+        """Returns what the pipeline's `encode_prompt` returns with its own guidance, in the order of its calls."""
+        encode, found = self._pipeline.encode_prompt, []
+
+        def encode_prompt(*arguments: Any, **keywords: Any) -> Any:
+            found.append(encode(*arguments, **keywords))
+            return found[-1]
+
+        def enough(*_: Any, **__: Any) -> None:
+            raise _EnoughError
+
+        with (
+            patch.object(self._pipeline, "encode_prompt", encode_prompt),
+            patch.object(self._network, "forward", enough),
+            torch.no_grad(),
+            suppress(_EnoughError),
+        ):
+            self._pipeline(**self.given(asked, steps=2, guidance=None, output_type="latent"))
+        return found
 
     def decoded(self, asked: Asked, latents: Callable[[Tensor], Tensor], vae: nn.Module) -> Tensor:
         """Returns what the pipeline gives its VAE to decode, where all steps end in `latents` of those that began."""

@@ -218,6 +218,7 @@ class Sampling:
 
     every: int | None = number(at_least=1)
     prompt: str = MISSING
+    prompts: list[str] | None = MISSING
     tokens: int = number(at_least=1, at_most=10_000)
     temperature: float = number(at_least=0)
     top_p: float = number(above=0, at_most=1)

@@ -24,6 +24,7 @@ LEAST_WITHOUT_UNIT = 2**20
 # By key, the one that turns it on, that one's value while it is off, and another value of it for the warning.
 TURNED_ON_BY = {
     "sample.prompt": ("sample.every", None, "N"),
+    "sample.prompts": ("sample.every", None, "N"),
     "sample.tokens": ("sample.every", None, "N"),
     "sample.temperature": ("sample.every", None, "N"),
     "sample.top_p": ("sample.every", None, "N"),

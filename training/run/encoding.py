@@ -14,11 +14,13 @@ from models.pipelines.latents import check_normalisation, encoded
 from models.pipelines.model import PipelineModel
 from models.pipelines.opening import encoders_of, open_pipeline
 from models.pipelines.recording import Recorder
+from models.pipelines.sampling import encoded_prompt
 from offload import Mode, Resident, Streams
 from training.data.captioned.dataset import LATENTS, Captioned, Missing
 from training.errors import UserError, as_user_error
 from training.metrics.progress import phase
 from training.settle.components import Components, acquired
+from training.tasks.pipeline_samples import sample_size
 
 
 def encode_missing(dataset: object, components: Components) -> None:
@@ -31,12 +33,22 @@ def encode_missing(dataset: object, components: Components) -> None:
     model = components.model
     if not isinstance(model, PipelineModel):
         raise UserError("dataset=captioned: take model=pipeline model.source=FOLDER, the folder of a whole pipeline")
-    if missing := dataset.missing():
+    wanted = components.config.sample.prompts or () if components.config.sample.every is not None else ()
+    prompts = [prompt for prompt in wanted if dataset.encoded.prompt_of(prompt) is None]
+    if (missing := dataset.missing()) or prompts:
         with as_user_error(f"model.source={model.folder}: "), acquired(components.device) as streams:
-            _encode(dataset, missing, components, open_pipeline(model.folder, model.network, components.dtype), streams)
+            pipeline = open_pipeline(model.folder, model.network, components.dtype)
+            _encode(dataset, missing, prompts, components, pipeline, streams)
 
 
-def _encode(dataset: Captioned, missing: Missing, components: Components, pipeline: Any, streams: Streams) -> None:
+def _encode(
+    dataset: Captioned,
+    missing: Missing,
+    prompts: Sequence[str],
+    components: Components,
+    pipeline: Any,
+    streams: Streams,
+) -> None:
     network, kept = components.model.network, dataset.encoded
     texts, vae = encoders_of(pipeline, network)
     recorder, calls = Recorder(pipeline, network, components.device), {}
@@ -47,6 +59,8 @@ def _encode(dataset: Captioned, missing: Missing, components: Components, pipeli
         with phase(f"encoding {len(missing.captions)} captions"):
             for key, asked in missing.captions.items():
                 kept.write(key, calls[asked.size].conditions(recorder.record(asked)))
+        for prompt in prompts:
+            kept.write_prompt(prompt, encoded_prompt(recorder, prompt, sample_size(components.config)))
     with _placed([vae], components.mode, streams), phase(f"encoding {len(missing.pictures)} pictures"):
         for key, (picture, flip) in missing.pictures.items():
             cropped = dataset.cropped(picture, flip)

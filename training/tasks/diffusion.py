@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from models.diffusion_files import SCHEDULER_FILE, scheduler_file
 from models.diffusion_scheduler import is_flow, read_scheduler
 from models.pipelines.calls import ASKED
+from models.pipelines.model import PipelineModel
 from offload import KnobError
 from offload.knobs import in_range
 from training.batches import Batch
@@ -29,6 +30,7 @@ from training.data.packing import random_words
 from training.data.pictures import LOSS_MASK
 from training.errors import UserError, as_user_error
 from training.runs.files import home_expanded
+from training.tasks.pipeline_samples import PipelineSamples
 from training.tasks.sample import ImageSample, grid_of, to_uint8
 from training.tasks.task import Sampler, Task, refuse_language_model
 from training.weights.source import scheduler_of
@@ -274,6 +276,8 @@ class Diffusion(Task):
 
     def sampler(self, config: DictConfig, model: nn.Module) -> ImageSampler:
         """Makes the sampler of a run. Raises UserError for a model that makes no images, or not from labels alone."""
+        if isinstance(model, PipelineModel):
+            return PipelineSamples.of(config, model, self.sample_steps)
         shape = self.sample_shape or getattr(model, "sample_shape", None)
         given = f"sample.every={config.sample.every}"
         if shape is None:

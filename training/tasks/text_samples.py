@@ -38,6 +38,8 @@ class TextSampler(Sampler):
         """Returns the sampler of a run. Raises UserError if its samples cannot be made."""
         given = f"sample.every={config.sample.every}"
         refuse_model(model, given)
+        if config.sample.prompts:
+            raise UserError(f"{given}: sample.prompts is for pictures of model=pipeline: give sample.prompt=TEXT")
         tokenizer = tokenizer_of(config, given)
         prompt = _prompt_of(config, tokenizer)
         if len(prompt) + config.sample.tokens > config.seq_len:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.training.helpers.in_process import TINY_RUN, components_of
 from tests.training.helpers.pretrained_folder import STOPS, save_pretrained
 from tests.training.helpers.scripted import Scripted
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
+from training.errors import UserError
 from training.evaluation.held_out import observed
 from training.tasks.text_samples import TextSampler, continued, pieces, prompt_ids, tokenizer_of
 
@@ -72,3 +74,9 @@ def test_samples_of_a_loaded_model_stop_at_its_ends_and_those_of_chats_answer_a_
     given = ("dataset=text", "dataset.files=a", "dataset.begin=null", "dataset.end='<end>'")
     around = tokenizer_of(components_of(*job, *given).config, "it")
     assert (around.begin, around.end) == ((), (0,))
+
+
+def test_prompts_of_pictures_are_refused():
+    components = components_of(*TINY_RUN, "sample.every=1", "sample.prompts=[a cat]")
+    with pytest.raises(UserError, match=r"^sample\.every=1: sample\.prompts is for pictures of model=pipeline: give"):
+        components.task.sampler(components.config, components.model)

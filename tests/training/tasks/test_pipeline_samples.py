@@ -1,0 +1,55 @@
+"""Pictures of prompts between steps: the same under each mode, by the pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.models.helpers.tiny_pipelines import saved
+from tests.training.helpers.captioned import draw_pictures, overrides_of
+from tests.training.helpers.in_process import components_of, run_here
+from training.errors import UserError
+from training.run import encoding
+from training.tasks.pipeline_samples import sample_size
+
+SAMPLES = ("sample.every=1", "sample.prompts=['a red ball', 'a blue one']", "task.sample_steps=2")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_samples_are_equal_under_each_mode_and_change_with_training(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    overrides = (*overrides_of(saved("flux", tmp_path_factory), draw_pictures(tmp_path / "pictures")), *SAMPLES)
+    pictures = {}
+    for mode in ("none", "layer_stream"):
+        run_here(tmp_path / mode, *overrides, f"offload={mode}")
+        files = sorted((tmp_path / mode / "samples").glob("*.png"))
+        pictures[mode] = [np.asarray(Image.open(file)) for file in files]
+        assert len(pictures[mode]) == 3
+        # Prompts are encoded once, too.
+        monkeypatch.setattr(encoding, "open_pipeline", None)
+    assert all(map(np.array_equal, pictures["none"], pictures["layer_stream"]))
+    first, *_, last = pictures["none"]
+    assert not np.array_equal(first, last)
+
+
+def test_what_is_missing_is_refused(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    overrides = overrides_of(saved("sd3", tmp_path_factory), draw_pictures(tmp_path / "pictures"))
+    components = components_of(*overrides, "sample.every=1")
+    with pytest.raises(UserError, match=r"^sample\.every=1: give sample\.prompts="):
+        components.task.sampler(components.config, components.model)
+    components = components_of(*overrides, *SAMPLES)
+    with pytest.raises(UserError, match=r"^sample\.every=1: sample\.prompts has 'a red ball', which is encoded with"):
+        components.task.sampler(components.config, components.model)
+
+
+def test_a_sample_has_the_pixels_of_the_dataset(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    overrides = overrides_of(saved("sd3", tmp_path_factory), draw_pictures(tmp_path / "pictures"))
+    assert sample_size(components_of(*overrides, "dataset.size=100").config) == (96, 96)
