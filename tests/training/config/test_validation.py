@@ -201,7 +201,8 @@ def test_a_key_that_is_left_out_is_named_and_not_one_that_refers_to_it():
 @pytest.mark.parametrize("key", TURNED_ON_BY)
 def test_a_key_in_vain_is_named_with_its_switch(caplog, key: str):
     switch, _, value = TURNED_ON_BY[key]
-    overrides = [f"{key}={'shared' if key == 'parallel.homes' else 1}", "devices=1"]
+    given = {"parallel.homes": "shared", "sample.prompts": "[a]"}.get(key, 1)
+    overrides = [f"{key}={given}", "devices=1"]
     warn_of_keys_without_effect(composed(overrides), {key, "devices"})
     assert caplog.messages == [f"{key} has no effect without {switch}={value}"]
 
