@@ -1,0 +1,101 @@
+"""What is trained with model=pipeline leaves as its pipeline loads it, and a resumed run goes on as if never ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from tests.models.helpers.tiny_pipelines import network_of, saved
+from tests.training.helpers.captioned import draw_pictures, overrides_of
+from tests.training.helpers.in_process import components_of, run_here, saved_run
+from tests.training.helpers.results import content, losses
+from training.batches import Batch
+from training.data.building import build_dataset
+from training.saved_runs.export import export
+from training.saved_runs.finding import load_model, newest_checkpoint
+from training.settle.components import acquired, attached
+from training.weights.filling import fill_buffers
+
+NAMES = ("flux", "sd3", "sdxl", "qwen_image", "wan")
+TRAINED = ("offload=layer_stream", "optimizer.lr=0.05", "schedule.warmup=0", "checkpoint.every=2")
+LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+def job(name: str, pipeline: Path, pictures: Path) -> tuple[str, ...]:
+    return (*overrides_of(pipeline, pictures, "noise_prediction" if name == "sdxl" else "flow_matching"), *TRAINED)
+
+
+def trained(folder: Path, *overrides: str) -> tuple[nn.Module, Batch]:
+    """Returns the model of a run as the loop has it, and its first batch with noise."""
+    components = components_of(*overrides, "offload=none")
+    with acquired(components.device) as streams, attached(components, streams) as found:
+        model = found.model
+        fill_buffers(model)
+        load_model(model, newest_checkpoint(folder), components.config, torch.device("cpu"))
+    dataset = build_dataset(components.config, components.model, folder)
+    return model.eval(), components.task.prepared(dataset.batch(0), 0)
+
+
+@torch.no_grad()
+def output(model: nn.Module, batch: Batch) -> Tensor:
+    given = {name: value for name, value in batch.items() if name.startswith("asked.")}
+    return model(batch["noisy"], batch["timestep"], **given)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.slow) for name in NAMES]
+)
+def test_an_adapter_is_loaded_by_its_pipeline(name: str, pictures: Path, tmp_path: Path, tmp_path_factory):
+    folder = saved(name, tmp_path_factory)
+    overrides = (*job(name, folder, pictures), *LORA)
+    saved_run(tmp_path / "run", *overrides)
+    export(str(tmp_path / "run"), str(tmp_path / "out"), [])
+    model, batch = trained(tmp_path / "run", *overrides)
+    expected = output(model, batch)
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    model.network = network_of(pipeline).eval()
+    assert not torch.allclose(output(model, batch), expected, atol=1e-3)
+    pipeline.load_lora_weights(tmp_path / "out")
+    assert torch.equal(output(model, batch), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_exported_network_is_that_of_a_pipeline(merged: bool, pictures: Path, tmp_path: Path, tmp_path_factory):
+    folder = saved("flux", tmp_path_factory)
+    overrides = (*job("flux", folder, pictures), *(LORA if merged else ()))
+    saved_run(tmp_path / "run", *overrides)
+    export(str(tmp_path / "run"), str(tmp_path / "out"), [], merge=merged)
+    model, batch = trained(tmp_path / "run", *overrides)
+    expected = output(model, batch)
+    network = type(model.network).from_pretrained(tmp_path / "out")
+    model.network = network_of(DiffusionPipeline.from_pretrained(folder, transformer=network)).eval()
+    # Merged weights are rounded once more.
+    torch.testing.assert_close(output(model, batch), expected, rtol=0, atol=1e-5 if merged else 0)
+
+
+def test_a_resumed_run_is_that_without_an_end(pictures: Path, tmp_path: Path, tmp_path_factory):
+    run = (*job("sdxl", saved("sdxl", tmp_path_factory), pictures), *LORA, "steps=4")
+    run_here(tmp_path / "whole", *run)
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    run_here(tmp_path / "resumed", *run, f"resume={checkpoints / 'step-00000002'}")
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[2:]
+    last = "step-00000004"
+    assert content(tmp_path / "resumed" / "checkpoints" / last) == content(checkpoints / last)
