@@ -100,7 +100,10 @@ def build_pipeline(source: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     folder = Path(source).expanduser()
     if not (folder / INDEX).is_file():
-        raise ValueError(f"it has no {INDEX}: give the folder of a pipeline of diffusers, or take model=diffusers")
+        raise ValueError(
+            f"it has no {INDEX}: give the folder of a pipeline of diffusers (`hf download OWNER/NAME --local-dir FOLDER`)"
+            " or take model=diffusers"
+        )
     index = read_object(folder / INDEX, "download the pipeline again")
     found = [name for name in index if name.startswith(NETWORKS) and index[name][0] is not None]
     if len(found) != 1 or found[0] not in NETWORKS:

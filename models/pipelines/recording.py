@@ -25,6 +25,8 @@ from torch import Tensor, nn
 BASE = 64
 # The argument of a network that has the time.
 TIME = "timestep"
+# Prompts whose embeddings are kept, on the device: those of one record and of the next size.
+REMEMBERED = 8
 
 
 class NotTrainableError(ValueError):
@@ -191,7 +193,10 @@ class Recorder:
 
         with patch.object(self._pipeline, "encode_prompt", encode_prompt):
             yield
-        self._encoded.setdefault(prompts, found)
+        if results is None:
+            if len(self._encoded) == REMEMBERED:
+                self._encoded.pop(next(iter(self._encoded)))
+            self._encoded[prompts] = found
 
     def _draw(self, record: Record, digit: int, shape: Sequence[int], *_: Any, **options: Any) -> Tensor:
         if record.noise is not None:

@@ -56,6 +56,8 @@ def _encode(
         for size in missing.sizes:
             calls[size] = NetworkCall.of(recorder, size)
             check_normalisation(recorder, vae, size)
+            # First: a later run looks for pictures, and not for this.
+            kept.write_call(calls[size])
         with phase(f"encoding {len(missing.captions)} captions"):
             for key, asked in missing.captions.items():
                 kept.write(key, calls[asked.size].conditions(recorder.record(asked)))
@@ -66,14 +68,13 @@ def _encode(
             cropped = dataset.cropped(picture, flip)
             latents = encoded(vae, cropped.pixels.to(components.device), calls[picture.size].noise)
             kept.write(key, {LATENTS: latents} | ({} if cropped.mask is None else {"mask": cropped.mask}))
-    # Last: where they are, all of a size is there.
-    for call in calls.values():
-        kept.write_call(call)
 
 
 @contextmanager
 def _placed(modules: Sequence[nn.Module], mode: Mode, streams: Streams) -> Iterator[None]:
     """Has `modules` under `mode` where that can stream them, else on the device, for forwards without gradients."""
+    # Other systems take only what trains.
+    mode = Resident() if mode.foreign else mode
     with ExitStack() as stack:
         for module in modules:
             module.requires_grad_(False).eval()

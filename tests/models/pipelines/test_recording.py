@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.pipelines.recording import Asked, NotTrainableError, Recorder, digits_needed, digits_of, places_in
+from models.pipelines.recording import (
+    REMEMBERED,
+    Asked,
+    NotTrainableError,
+    Recorder,
+    digits_needed,
+    digits_of,
+    places_in,
+)
 from tests.models.helpers.tiny_pipelines import made, network_of
 
 CPU = torch.device("cpu")
@@ -34,7 +42,9 @@ def test_captions_are_encoded_once():
         encoder.text_model.final_layer_norm.weight.zero_()
     again = recorder.record(Asked(("a cube",), (32, 64)))
     assert torch.equal(again.arguments["encoder_hidden_states"], first.arguments["encoder_hidden_states"])
-    other = recorder.record(Asked(("a ball",), (32, 32)))
+    for number in range(20):
+        other = recorder.record(Asked((f"a ball {number}",), (32, 32)))
+    assert len(recorder._encoded) == REMEMBERED
     assert not torch.equal(other.arguments["encoder_hidden_states"], first.arguments["encoder_hidden_states"])
 
 

@@ -83,3 +83,23 @@ def test_a_folder_that_is_no_pipeline_is_refused(pipeline_of, pictures: Path, tm
     overrides = [each for each in given("sd3", folder, pictures) if not each.startswith("model.source")]
     with pytest.raises(UserError, match=r"^model\.source=.*: it has no model_index\.json: give the folder of"):
         run_here(tmp_path / "part", *overrides, f"model.source={folder / 'transformer'}")
+
+
+def test_a_run_that_was_ended_goes_on_where_it_was(
+    pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    overrides = given("sd3", pipeline_of("sd3"), pictures)
+    whole, encoded = encoding.encoded, []
+
+    def ends(*arguments: object):
+        if len(encoded) == 4:
+            raise KeyboardInterrupt
+        encoded.append(arguments)
+        return whole(*arguments)
+
+    monkeypatch.setattr(encoding, "encoded", ends)
+    with pytest.raises(KeyboardInterrupt):
+        run_here(tmp_path / "first", *overrides)
+    monkeypatch.setattr(encoding, "encoded", lambda *arguments: encoded.append(arguments) or whole(*arguments))
+    run_here(tmp_path / "second", *overrides)
+    assert len(encoded) == 6
