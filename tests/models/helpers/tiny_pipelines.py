@@ -263,8 +263,55 @@ def ltx() -> DiffusionPipeline:
     )
 
 
+def stable_diffusion() -> DiffusionPipeline:
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+        cross_attention_dim=32,
+        norm_num_groups=4,
+    )
+    return diffusers.StableDiffusionPipeline(
+        scheduler=diffusers.PNDMScheduler(
+            skip_prk_steps=True, beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
+        ),
+        vae=vae(),
+        text_encoder=clip(),
+        tokenizer=clip_tokenizer(),
+        unet=unet,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def chroma() -> DiffusionPipeline:
+    transformer = diffusers.ChromaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 4, 8),
+        approximator_hidden_dim=32,
+        approximator_layers=1,
+        approximator_num_channels=16,
+    )
+    return diffusers.ChromaPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.36),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+        transformer=transformer,
+    )
+
+
 PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
-    made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx)
+    made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx, stable_diffusion, chroma)
 }
 
 

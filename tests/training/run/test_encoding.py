@@ -17,7 +17,7 @@ from training.errors import UserError
 from training.run import encoding
 from training.run.encoding import encode_missing
 
-NOISE_TASKS = ("sdxl", "pixart")
+NOISE_TASKS = ("sdxl", "pixart", "stable_diffusion")
 
 
 @pytest.fixture(autouse=True)
