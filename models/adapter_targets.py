@@ -19,6 +19,8 @@ READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 READ_IN_MAMBA = ("out_proj", "conv1d", "dt_proj")
 READ_BY_TYPE = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), READ_IN_MAMBA)
 READ_BY_TYPE["jamba"] = ("dt_proj",)
+# By class, the layers that it calls with the keyword `input`, which those of peft do not take.
+CALLED_BY_KEYWORD = {"AnimateDiffTransformer3D": ("proj_in", "proj_out")}
 # Layers beside experts that are one tensor: peft takes these names for the experts, which are no layers.
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # Names in a message.
@@ -163,10 +165,12 @@ def _owns(module: nn.Module, recurse: bool = True) -> bool:
 def _layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the layers that an adapter has an effect on."""
     hidden = [name for name, module in root.named_modules() if isinstance(module, READS_INSIDE)]
+    for name, module in root.named_modules():
+        hidden += [f"{name}.{child}" for child in CALLED_BY_KEYWORD.get(type(module).__name__, ())]
     read = READ_BY_TYPE.get(getattr(getattr(root, "config", None), "model_type", None), ())
     left_out = (*read, *(OF_EXPERTS if _has_fused_experts(root) else ()))
     for name, module in root.named_modules():
-        if not name or isinstance(module, Head) or any(name.startswith(f"{parent}.") for parent in hidden):
+        if not name or isinstance(module, Head) or any(f"{name}.".startswith(f"{parent}.") for parent in hidden):
             continue
         if name.rpartition(".")[2] in left_out:
             continue

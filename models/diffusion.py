@@ -234,6 +234,11 @@ def build_network(
             raise ValueError(f"{key}={overrides[key]}: {name} has no such key.{meant} It has {', '.join(keys)}")
     values = {key: value for key, value in config.items() if key in keys} | overrides
     defaults = {key: one.default for key, one in keys.items() if one.default is not one.empty}
+    if (defaults | values).get("concat_padding_mask") and not diffusers.utils.is_torchvision_available():
+        raise ValueError(
+            f"{name} resizes its mask of padding (concat_padding_mask=true) with torchvision, which is not installed:"
+            " pip install torchvision, of the release that fits your torch"
+        )
     try:
         check(defaults | values)
         network = made(**values)

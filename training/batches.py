@@ -48,6 +48,18 @@ def tokens_in(batch: Batch) -> int:
     raise ValueError(f"no lengths, segments or input_ids tell the tokens of a batch: it has {', '.join(batch)}")
 
 
+def nonfinite_in(batch: Batch) -> tuple[str, int] | None:
+    """Returns the name of a tensor of a dictionary, on the CPU, and its first example that is not finite; None: none.
+
+    A batch that is a tensor has token ids.
+    """
+    for name, tensor in batch.items() if isinstance(batch, dict) else ():
+        finite = tensor.isfinite().flatten(1).all(1) if tensor.ndim > 1 else tensor.isfinite()
+        if not finite.all():
+            return name, int(finite.logical_not().nonzero()[0])
+    return None
+
+
 def split_into(batch: Batch, parts: int) -> list[Batch]:
     """Splits a batch into `parts` of nearly the same number of examples: the first may have one more."""
     return _split(batch, lambda tensor: tensor.tensor_split(parts))

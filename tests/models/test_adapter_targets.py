@@ -19,8 +19,10 @@ from models.adapter_targets import (
     short_parameter_names,
     target_names,
 )
+from models.adapters import Lora, inject, root_of
 from models.llama import Llama
 from tests.models.helpers.hf_models import tiny
+from tests.models.helpers.small_diffusion import TIMES, inputs_of, small
 
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 MLP = ("down_proj", "gate_proj", "up_proj")
@@ -62,6 +64,18 @@ def test_attention_of_torch_reads_its_output_projection_itself():
     assert target_names(model, None) == ["1.0"]
     with pytest.raises(ValueError, match=r"^targets=out_proj: matches no module; the model has 0$"):
         target_names(model, ["out_proj"])
+
+
+def test_layers_that_are_called_by_keyword_are_left_out():
+    """Those of peft take no `input`; the projections of its spatial transformers are called as usual."""
+    model = small("unet_motion", use_linear_projection=True)
+    names = target_names(root_of(model), None)
+    assert {name for name in names if name.endswith("proj_in")} == {
+        f"{block}.attentions.0.proj_in" for block in ("down_blocks.0", "up_blocks.1", "mid_block")
+    } | {"up_blocks.1.attentions.1.proj_in"}
+    inject(model, Lora(2, 4), torch.float32)
+    noisy, condition = inputs_of("unet_motion")
+    assert model(noisy, TIMES, **condition).shape == noisy.shape
 
 
 def test_patterns_match_whole_names_and_their_ends():

@@ -8,6 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from models.diffusion import SHAPES, DiffusionModel, build_diffusion, config_folder
+from tests.models.helpers.small_videos import VIDEOS
 from tests.models.helpers.unets import UNET
 
 SMALL = {**UNET, "num_class_embeds": 4}
@@ -123,6 +124,14 @@ def test_what_is_unknown_is_refused_in_one_line(source: str, overrides: dict, me
     with pytest.raises(ValueError, match=message) as caught:
         build_diffusion(source, overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_a_library_that_only_the_forward_needs_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.utils.is_torchvision_available", lambda: False)
+    kind, options, _ = VIDEOS["cosmos"]
+    with pytest.raises(ValueError, match=r"^CosmosTransformer3DModel .* with torchvision, .*: pip install torchvision"):
+        build_diffusion(kind, options | {"concat_padding_mask": True})
+    assert build_diffusion(kind, options).condition_shapes.keys() == {"encoder_hidden_states"}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from training.batches import (
     examples_in,
+    nonfinite_in,
     sha256_of,
     split_by,
     split_into,
@@ -46,6 +47,16 @@ def test_tokens_are_those_without_padding():
 
 def test_tokens_that_are_trained_on_are_those_with_a_label():
     assert trained_tokens_in(torch.tensor([[-100, 2, 0], [-100, -100, 5]])) == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_an_example_that_is_not_finite_is_found(value: float):
+    assert nonfinite_in(BOTH) is None
+    assert nonfinite_in(TENSOR) is None
+    images = torch.zeros(4, 1, 2, 2, dtype=torch.bfloat16)
+    images[2, 0, 1, 1] = value
+    assert nonfinite_in({"labels": torch.arange(4), "images": images}) == ("images", 2)
+    assert nonfinite_in({"weights": torch.tensor([0.0, value, value])}) == ("weights", 1)
 
 
 def test_a_batch_arrives_as_it_is():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import Attached, l2_norm
-from training.batches import Batch, examples_in, uploaded
+from training.batches import Batch, examples_in, nonfinite_in, uploaded
 from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
 from training.errors import UserError
@@ -277,6 +277,13 @@ def skip_or_raise(job: RankJob, step: int, norm: float) -> None:
     config = job.components.config
     # A foreign system that computes NaN shows it in its curve.
     if config.on_nonfinite == OnNonfinite.stop and not job.components.mode.foreign:
+        # Followers have no dataset, and the message of the first rank is shown.
+        if isinstance(job, Job) and (found := nonfinite_in(batch := job.dataset.batch(step - 1))):
+            raise UserError(
+                f"step {step}: {found[0]} of example {found[1]} in its batch has values that are not finite"
+                f" ({names_of(job.dataset, step, config.batch_size, examples_in(batch))}): mend that example of"
+                f" {config.dataset._target_.rpartition('.')[2]}, or leave it out"
+            )
         advice = nonfinite_advice(config)
         raise UserError(f"step {step}: the gradient norm is {norm}, and on_nonfinite=stop: take {advice}")
     job.optimizer.skip()

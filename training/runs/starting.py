@@ -26,7 +26,10 @@ ALLOCATOR_ADVICE = f"{ALLOCATOR_VARIABLE}={ALLOCATOR_SETTING} before the command
 
 
 def refuse_foreign_python() -> None:
-    """Ends the process with one line if the libraries are not installed for the Python that runs it."""
+    """Ends the process with one line on native Windows, and if the libraries are not installed for this Python."""
+    if sys.platform == "win32":
+        # Which has no fcntl, for the locks of runs.
+        sys.exit("error: native Windows is not supported: run it on Linux, or in WSL (wsl --install)")
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"

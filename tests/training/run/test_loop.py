@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from offload.modes.mode import Attached
 from offload.modes.none import Resident
 from offload.streams.stream_checker import CheckedStreams
-from tests.training.helpers.in_process import TINY_RUN, command_here, composed
+from tests.training.helpers.in_process import TINY_RUN, command_here, composed, run_here
 from training.batches import examples_in
+from training.data.synthetic_images import SyntheticImages
+from training.errors import UserError
 from training.parallel.ranks import Share, shares_of
 from training.planning.advice import nonfinite_advice
 from training.run.loop import clip_scale, forward_backward, gradient_norm, looked_ahead
@@ -229,6 +231,24 @@ def test_stop_ends_the_run_with_one_line(tmp_path: Path, options: tuple[str, ...
     assert f"take {nonfinite_advice(composed(*SMALL, *options, *OVERFLOW)[0])}" in line
     assert len(records(tmp_path)) == 1
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_values_of_the_data_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = SyntheticImages.batch
+
+    def damaged(self: SyntheticImages, index: int) -> dict[str, Tensor]:
+        batch = whole(self, index)
+        batch["images"][1, 0, 3, 3] = math.nan if index == 1 else 0
+        return batch
+
+    monkeypatch.setattr(SyntheticImages, "batch", damaged)
+    images = ("dataset=synthetic_images", "dataset.shape=[1,16,16]", "dataset.num_classes=8", "batch_size=2")
+    words = (
+        r"^step 2: images of example 1 in its batch has values that are not finite \(examples 2 to 3 of the run, from"
+        r" 0\): mend that example of SyntheticImages, or leave it out$"
+    )
+    with pytest.raises(UserError, match=words):
+        run_here(tmp_path, "model=unet_small", *images, "steps=3", "tracking=disabled")
 
 
 def test_skip_continues_the_run_and_counts(tmp_path: Path):

@@ -44,6 +44,15 @@ def test_a_python_without_the_libraries_is_one_line():
     )
 
 
+@pytest.mark.parametrize("program", ["train.py", "scripts/show.py"])
+def test_native_windows_is_one_line(program: str):
+    as_windows = f"import runpy, sys; sys.platform = 'win32'; runpy.run_path('{program}', run_name='__main__')"
+    # -S: before any library is looked for.
+    ended = run("-S", "-c", as_windows, PYTHONPATH=str(ROOT))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "error: native Windows is not supported: run it on Linux, or in WSL (wsl --install)\n"
+
+
 @pytest.mark.parametrize(
     ("command", "library"),
     [
