@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxPipeline
+from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor, nn
 
 from tests.models.helpers.tiny_pipelines import network_of, saved
@@ -18,6 +19,7 @@ from training.batches import Batch
 from training.data.building import build_dataset
 from training.saved_runs.export import export
 from training.saved_runs.finding import load_model, newest_checkpoint
+from training.seeds import seed_of
 from training.settle.components import acquired, attached
 from training.weights.filling import fill_buffers
 
@@ -99,3 +101,47 @@ def test_a_resumed_run_is_that_without_an_end(pictures: Path, tmp_path: Path, tm
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[2:]
     last = "step-00000004"
     assert content(tmp_path / "resumed" / "checkpoints" / last) == content(checkpoints / last)
+
+
+def test_losses_are_those_of_a_loop_of_diffusers_and_peft(tmp_path: Path, tmp_path_factory):
+    """The loop calls the transformer as diffusers' train_dreambooth_lora_flux.py, for the same noise and times."""
+    folder, pictures = saved("flux", tmp_path_factory), draw_pictures(tmp_path / "pictures", 2)
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    transformer = pipeline.transformer.requires_grad_(False)
+    torch.manual_seed(1)
+    transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_out.0"]))
+    adapter = get_peft_model_state_dict(transformer)
+    pipeline.save_lora_weights(tmp_path / "lora", transformer_lora_layers=adapter)
+    first = ("adapter=lora", "adapter.rank=4", "adapter.alpha=4", "adapter.targets=[to_q,to_out.0]")
+    first += (f"adapter.weights={tmp_path / 'lora'}", f"dataset.folder={{{pictures}: 4}}", "dataset.caption_dropout=0")
+    run = (*job("flux", folder, pictures), *first, "steps=4", "clip_norm=null", "optimizer.weight_decay=0")
+    run_here(tmp_path / "run", *run)
+    components = components_of(*run)
+    dataset, trained = build_dataset(components.config, components.model, tmp_path), transformer.parameters()
+    optimizer = torch.optim.AdamW([each for each in trained if each.requires_grad], 0.05, (0.9, 0.95), weight_decay=0)
+    found = []
+    for step in range(1, 5):
+        batch = components.task.prepared(dataset.batch(step - 1), seed_of(components.config.seed, step))
+        noisy, (count, channels, height, width) = batch["noisy"], batch["noisy"].shape
+        # Pictures of one shape are the same one.
+        caption = (pictures / f"{int(height == width)}.txt").read_text()
+        with torch.no_grad():
+            prompt, pooled, text_ids = pipeline.encode_prompt([caption] * count, None)
+        predicted = transformer(
+            hidden_states=FluxPipeline._pack_latents(noisy, count, channels, height, width),
+            timestep=batch["timestep"] * 1000 / 1000,
+            guidance=torch.ones(count),
+            pooled_projections=pooled,
+            encoder_hidden_states=prompt,
+            txt_ids=text_ids,
+            img_ids=FluxPipeline._prepare_latent_image_ids(count, height // 2, width // 2, "cpu", torch.float32),
+            return_dict=False,
+        )[0]
+        scale = pipeline.vae_scale_factor
+        predicted = FluxPipeline._unpack_latents(predicted, height * scale, width * scale, scale)
+        loss = ((predicted - batch["target"]) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    assert found == losses(tmp_path / "run")
