@@ -59,7 +59,7 @@ def test_each_format_trains_with_fewer_bytes(tmp_path: Path, quantize: str):
 def test_loaded_weights_are_quantised_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     run_here(tmp_path / "first", *RUN, "checkpoint.every=3")
     source = tmp_path / "first" / "checkpoints" / "step-00000003"
-    keys = (*RUN, "steps=1", "quantize=int8", f"model.weights={source}")
+    keys = (*RUN, "steps=1", "quantize=int8", f"model.weights={source}", "schedule.warmup=0")
     with caplog.at_level(logging.INFO, "training.weights.quantising"):
         run_here(tmp_path / "none", *keys, "quantize.cache=false")
         assert caches(source) == []
