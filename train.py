@@ -14,6 +14,7 @@ import hydra
 from omegaconf import DictConfig
 
 from training.config import help, schema
+from training.config.own_options import register_own
 from training.config.validation import check, check_presence, warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
@@ -65,6 +66,8 @@ def main(config: DictConfig) -> None:
 
 def start() -> None:
     sys.argv[1:] = command_line.for_hydra(sys.argv[1:])
+    with refusals_reported():
+        register_own(sys.argv[1:])
     main()
 
 
