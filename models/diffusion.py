@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,18 +94,22 @@ class DiffusionModel(nn.Module):
         network: the model itself, whose names of parameters are those of its files.
         condition_shapes: the shape of one example of each condition that the model needs, by name: () for `labels`,
             which are int64; all others are floating point.
-        optional_conditions: the names of further conditions that it takes.
+        optional_conditions: the names of further conditions that it takes, the masks of its texts.
         sample_shape: the shape of one image, [C, H, W]; None where the model takes any size.
         num_labels: the labels that have an embedding, that for no label included; None for a model without labels.
         takes_steps: whether `timestep` may be whole numbers of steps.
     """
+
+    # The masks of texts that the model takes, and the condition that has the text of each.
+    _text_masks: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, network: nn.Module, family: Family):
         super().__init__()
         self.network = network
         self._family = family
         self.condition_shapes = family.condition_shapes(network.config)
-        self.optional_conditions = family.optional
+        self._text_masks = family.text_masks(network.config)
+        self.optional_conditions = tuple(self._text_masks)
         self.sample_shape = family.sample_shape(network.config)
         self.num_labels = family.num_labels(network.config)
         self.takes_steps = family.takes_steps(network.config)
@@ -116,7 +121,8 @@ class DiffusionModel(nn.Module):
         Args:
             noisy: [B, C, H, W], or [B, C, frames, H, W] of a video; converted to the model's dtype.
             timestep: float32 [B], from 0 (image) to 1 (noise); or int64 [B], steps from 0 (image) to 999 (noise).
-            condition: `labels`, int64 [B], and embeddings, as in `condition_shapes`.
+            condition: `labels`, int64 [B], and embeddings, as in `condition_shapes`; and masks of texts, bool
+                [B, tokens], True where a token counts. All tokens count where a mask is left out.
 
         Returns:
             The prediction, of the shape of `noisy`, in the model's dtype. A second half of the model's channels, a
@@ -132,6 +138,23 @@ class DiffusionModel(nn.Module):
         dtype = self.network.dtype
         inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
         return self._family.velocity(self.network, noisy.to(dtype), timestep, inputs)
+
+    def refuse_padding(self, batch: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where a text in the batch begins or ends with zeros, and the mask that it needs is missing.
+
+        No encoder of text makes zeros: they pad texts of different lengths, and would count as text. An example that is
+        all zeros has no text. Call it for batches on the CPU: the host would wait for other devices.
+        """
+        for mask, name in self._text_masks.items():
+            text = batch.get(name)
+            if mask in batch or text is None:
+                continue
+            first, last = (text.select(-2, place).flatten(1).any(dim=1) for place in (0, -1))
+            if (first != last).any():
+                raise ValueError(
+                    f"{name} is padded with zeros in some examples, which would count as text: give {mask} too, bool"
+                    " [B, tokens], True where a token counts"
+                )
 
     def tokens(self, shape: Sequence[int]) -> int | None:
         """Returns the patches of latents of `shape`, [C, ...]; None where the model is not known to make any."""

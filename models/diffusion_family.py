@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from models.diffusion_inputs import Given
+from models.diffusion_inputs import TEXT, TEXT_MASK, Given
 from models.diffusion_layouts import AS_THEY_ARE, Layout, Patches
 
 Shape = tuple[int | None, ...]
@@ -31,7 +31,8 @@ STEPS = 1000
 # The condition with the further channels of a model that takes more than it returns, [B, C', ...]: latents of an image
 # of image-to-video, a mask and the masked image of inpainting.
 OTHER_LATENTS = "other_latents"
-TEXT_MASK = "encoder_attention_mask"
+# The text of a mask, where a class takes one mask.
+TEXT_MASKS = {TEXT_MASK: TEXT}
 SQUARE: tuple[Size, ...] = ("sample_size", "sample_size")
 # PixArt-alpha (Chen et al. 2023), with the modulation of adaLN-single.
 ADALN_SINGLE = {
@@ -45,8 +46,8 @@ ADALN_SINGLE = {
 class Family(ABC):
     """The inputs of the models of one class of diffusers. `config` is the configuration of a model."""
 
-    optional: tuple[str, ...] = ()
-    """conditions that may be left out"""
+    masks: Mapping[str, str] = {}
+    """conditions that may be left out: masks of texts, [B, tokens], by name; the condition that has the text of each"""
     first_stds: ClassVar[Mapping[str, float]] = {}
     """how layers begin that do not begin as torch makes them: the standard deviation of their weights, 0 for zeros, by
     patterns over their names"""
@@ -61,6 +62,11 @@ class Family(ABC):
         That of latents beside the noisy ones has None for each size that they share.
         """
         return {}
+
+    def text_masks(self, config: Config) -> dict[str, str]:
+        """Returns the `masks` of those texts that the model takes."""
+        shapes = self.condition_shapes(config)
+        return {mask: text for mask, text in self.masks.items() if text in shapes}
 
     def num_labels(self, config: Config) -> int | None:
         """Returns the number of labels that have an embedding, that for no label included. None: no labels."""
@@ -102,7 +108,7 @@ class Called(Family):
     Attributes:
         sizes: for each condition, which has the name of an argument of the model's forward, the sizes of one example. A
             condition of which a size is null in the configuration is not taken.
-        inputs: functions that return further arguments of the call: masks, places of patches, sizes of the image.
+        inputs: functions that return further arguments of the call: places of patches, sizes of the image.
         layout: how latents lie in the model's input and output.
         latents, time: the arguments that take them.
         steps: the model's number for time 1, or the function that has it; 1 where times are from 0 to 1.
@@ -117,6 +123,8 @@ class Called(Family):
         beside: the dimensions of latents after their channels, where a model may take more channels than it returns:
             the further ones are the condition `other_latents`. 0: it may not. Also those of `separate`.
         separate: conditions that are latents of their own, with the sizes of the noisy ones: the channels of each.
+        needs_masks: where a mask is left out, the class gets one by which all tokens count; else None.
+        passes_masks: masks are arguments of the class's forward; else `inputs` make something else of them.
         required: the values of keys without which a model needs inputs that are not known here.
     """
 
@@ -137,7 +145,9 @@ class Called(Family):
     beside: int = 0
     separate: Mapping[str, Size] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
-    optional: tuple[str, ...] = ()
+    masks: Mapping[str, str] = field(default_factory=dict)
+    needs_masks: bool = False
+    passes_masks: bool = True
     first_stds: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, config: Config) -> None:
@@ -184,14 +194,13 @@ class Called(Family):
         if self.one_size and shape != self.sample_shape(config):
             raise ValueError(f"the model takes images of shape {list(self.sample_shape(config))}, not {list(shape)}")
         latents, condition = joined(noisy, condition)
+        condition |= self._masks_in(condition)
         given = Given(network, noisy, timestep, condition)
         time = steps_of(1 - timestep if self.from_noise else timestep, size_of(config, self.steps))
         arguments = {
             self.latents: self.layout.packed(latents),
             self.time: time.to(noisy.dtype) if self.rounded else time,
-            # Some have no default.
-            **dict.fromkeys(self.optional),
-            **condition,
+            **{name: value for name, value in condition.items() if self.passes_masks or name not in self.masks},
         }
         for made in self.inputs:
             arguments |= made(given)
@@ -200,6 +209,27 @@ class Called(Family):
         if self.variance:
             output = output[:, : noisy.shape[1]]
         return -output if self.to_image else output
+
+    def _masks_in(self, condition: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Returns the masks of the texts in `condition`, bool [B, tokens]. Raises ValueError for other shapes."""
+        masks: dict[str, Tensor | None] = {}
+        for name, of in self.masks.items():
+            if of not in condition:
+                continue
+            text, given = condition[of], condition.get(name)
+            shape = text.shape[0], text.shape[-2]
+            if given is None:
+                # Some classes have no default for it.
+                masks[name] = text.new_ones(shape, dtype=torch.bool) if self.needs_masks else None
+                continue
+            if given.shape != shape:
+                raise ValueError(
+                    f"{name} has the shape {list(given.shape)}: it must be {list(shape)}, one for each token of {of}"
+                )
+            counted = given.bool()
+            # A task that drops a text may fill its mask with zeros too, and attention to nothing is NaN.
+            masks[name] = counted | ~counted.any(dim=1, keepdim=True)
+        return masks
 
 
 def steps_of(timestep: Tensor, steps: float = STEPS) -> Tensor:

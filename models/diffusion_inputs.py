@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 TEXT = "encoder_hidden_states"
+# The usual name of the mask of a text, bool [B, tokens]; also of masks that a class takes in another form.
+TEXT_MASK = "encoder_attention_mask"
 # Pixels of a side for each latent of the usual autoencoders.
 PIXELS = 8
 
@@ -53,25 +57,9 @@ def constant(**arguments: Any) -> Made:
     return lambda given: arguments
 
 
-def mask_of(argument: str, text: str = TEXT, dtype: torch.dtype = torch.bool) -> Made:
-    """Returns a mask [B, tokens] of a text: all its tokens count, unless the caller has given the mask."""
-
-    def made(given: Given) -> dict[str, Any]:
-        if argument in given.condition or text not in given.condition:
-            return {}
-        return {argument: torch.ones(given.condition[text].shape[:2], dtype=dtype, device=given.noisy.device)}
-
-    return made
-
-
-def length_of(argument: str, text: str) -> Made:
-    """The number of tokens [B] of a text: all of them count."""
-
-    def made(given: Given) -> dict[str, Any]:
-        batch, tokens = given.condition[text].shape[:2]
-        return {argument: torch.full((batch,), tokens, device=given.noisy.device)}
-
-    return made
+def length_of(argument: str) -> Made:
+    """The number of tokens [B] that count in a text."""
+    return lambda given: {argument: given.condition[TEXT_MASK].sum(dim=1)}
 
 
 def number(argument: str, value: float, key: str | None = None) -> Made:
@@ -104,6 +92,19 @@ def exchanged(argument: str, one: int, other: int) -> Made:
 def listed(argument: str, dim: int = 0) -> Made:
     """Returns a condition as a list of tensors: one for each example, or for each place in another dimension."""
     return lambda given: {argument: list(given.condition[argument].unbind(dim))}
+
+
+def listed_text(argument: str) -> Made:
+    """Returns a text as a list of the tokens that count, [tokens, width] for each example."""
+
+    def made(given: Given) -> dict[str, Any]:
+        text, mask = given.condition[argument], given.condition[TEXT_MASK]
+        # How many tokens count is not known on the meta device.
+        if mask is None or mask.is_meta:
+            return {argument: list(text)}
+        return {argument: [each[counted] for each, counted in zip(text, mask, strict=True)]}
+
+    return made
 
 
 def no_latents(argument: str) -> Made:
@@ -168,11 +169,21 @@ def places_after_text(given: Given) -> dict[str, Any]:
     return made | {"img_ids": made["img_ids"] + offset}
 
 
-def mask_of_text_and_patches(given: Given) -> dict[str, Any]:
-    """Returns the mask of Chroma, [B, tokens + patches]: all count."""
-    rows, columns = given.grid(2)
-    shape = len(given.noisy), given.tokens + rows * columns
-    return {"attention_mask": torch.ones(shape, dtype=torch.bool, device=given.noisy.device)}
+def mask_of_text_and_patches(name: str, side: int) -> Made:
+    """The mask `name` of a text with patches of `side` latents a side after it, which count: [B, tokens + patches]."""
+
+    def made(given: Given) -> dict[str, Any]:
+        return {name: F.pad(given.condition[name], (0, prod(given.grid(side))), value=True)}
+
+    return made
+
+
+def mask_of_bria(given: Given) -> dict[str, Any]:
+    """Returns the mask of the text and single latents of Bria FIBO, [B, 1, 1, tokens + latents]."""
+    if given.condition[TEXT_MASK] is None:
+        return {}
+    mask = mask_of_text_and_patches(TEXT_MASK, 1)(given)[TEXT_MASK]
+    return {"joint_attention_kwargs": {"attention_mask": mask[:, None, None]}}
 
 
 def patch_counts(given: Given) -> dict[str, Any]:
@@ -319,6 +330,12 @@ def padding(given: Given) -> dict[str, Any]:
 def text_for_each_frame(given: Given) -> dict[str, Any]:
     """Returns the text of a video once for each frame, [B * frames, tokens, width]."""
     return {TEXT: given.condition[TEXT].repeat_interleave(given.noisy.shape[2], dim=0)}
+
+
+def mask_for_each_frame(given: Given) -> dict[str, Any]:
+    """Returns the mask of the text of a video once for each frame, [B * frames, tokens], of Latte."""
+    mask = given.condition[TEXT_MASK]
+    return {} if mask is None else {TEXT_MASK: mask.repeat_interleave(given.noisy.shape[2], dim=0)}
 
 
 def _crop(grid: tuple[int, int], base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from models.diffusion_family import OTHER_LATENTS, Config, Family, Shape, joined, require, square, steps_of
+from models.diffusion_family import OTHER_LATENTS, TEXT_MASKS, Config, Family, Shape, joined, require, square, steps_of
 
 
 class Unet(Family):
@@ -46,7 +46,7 @@ class ConditionedUnet(Unet):
     embedding: Kandinsky 2.2. Where a model also predicts a variance, that half of its output is left out.
     """
 
-    optional = ("encoder_attention_mask",)
+    masks: ClassVar[Mapping[str, str]] = TEXT_MASKS
     TOKENS, TIME_IDS = 77, 6
     KNOWN: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "addition_embed_type": (None, "text", "text_time", "image"),

@@ -13,7 +13,7 @@ from typing import Any
 from models.diffusion_family import (
     ADALN_SINGLE,
     SQUARE,
-    TEXT_MASK,
+    TEXT_MASKS,
     Called,
     Config,
     Family,
@@ -25,7 +25,7 @@ from models.diffusion_inputs import (
     TEXT,
     exchanged,
     guidance,
-    mask_of,
+    mask_for_each_frame,
     no_latents,
     number,
     padding,
@@ -66,7 +66,7 @@ VIDEOS: dict[str, Family] = {
         sizes=sizes_of_text(512, "caption_channels"),
         inputs=(rotary_of_allegro,),
         sample=("sample_frames", "sample_height", "sample_width"),
-        optional=(TEXT_MASK,),
+        masks=TEXT_MASKS,
     ),
     "AnyFlowTransformer3DModel": Called(
         sizes={**sizes_of_text(512, "text_dim"), "encoder_hidden_states_image": (257, "image_dim")},
@@ -97,7 +97,8 @@ VIDEOS: dict[str, Family] = {
             "encoder_hidden_states_2": (256, "text_embed_2_dim"),
             "image_embeds": (729, "image_embed_dim"),
         },
-        inputs=(mask_of(TEXT_MASK), mask_of("encoder_attention_mask_2", "encoder_hidden_states_2")),
+        masks={**TEXT_MASKS, "encoder_attention_mask_2": "encoder_hidden_states_2"},
+        needs_masks=True,
         rounded=True,
         required={"use_meanflow": False},
         # Latents of the first frame, and a mask.
@@ -105,7 +106,9 @@ VIDEOS: dict[str, Family] = {
     ),
     "HunyuanVideoTransformer3DModel": Called(
         sizes=sizes_of_texts(256, "text_embed_dim"),
-        inputs=(mask_of(TEXT_MASK), guidance(6000.0)),
+        inputs=(guidance(6000.0),),
+        masks=TEXT_MASKS,
+        needs_masks=True,
         required={"image_condition_type": None},
     ),
     "I2VGenXLUNet": Called(
@@ -134,26 +137,28 @@ VIDEOS: dict[str, Family] = {
     ),
     "LatteTransformer3DModel": Called(
         sizes=sizes_of_text(120, "caption_channels"),
+        inputs=(mask_for_each_frame,),
         variance=True,
         sample=("video_length", *SQUARE),
         one_size=True,
         required={"norm_type": "ada_norm_single"},
-        optional=(TEXT_MASK,),
+        masks=TEXT_MASKS,
     ),
     "LTXVideoTransformer3DModel": Called(
         sizes=sizes_of_text(128, "caption_channels"),
         inputs=(video_sizes,),
         layout=Patches((1, 1, 1)),
         required={"patch_size": 1, "patch_size_t": 1},
-        optional=(TEXT_MASK,),
+        masks=TEXT_MASKS,
         first_stds={"time_embed.linear": 0.02, **ADALN_SINGLE},
     ),
     "MochiTransformer3DModel": Called(
-        sizes=sizes_of_text(256, "text_embed_dim"), inputs=(mask_of(TEXT_MASK),), from_noise=True, to_image=True
+        sizes=sizes_of_text(256, "text_embed_dim"), masks=TEXT_MASKS, needs_masks=True, from_noise=True, to_image=True
     ),
     "MotifVideoTransformer3DModel": Called(
         sizes={**sizes_of_text(512, "text_embed_dim"), "image_embeds": (256, "image_embed_dim")},
-        inputs=(mask_of(TEXT_MASK),),
+        masks=TEXT_MASKS,
+        needs_masks=True,
         # Latents of the first frame, and a mask.
         beside=3,
     ),
@@ -161,7 +166,7 @@ VIDEOS: dict[str, Family] = {
         sizes=sizes_of_text(300, "caption_channels"),
         inputs=(scaled_guidance(4.5),),
         variance=True,
-        optional=(TEXT_MASK,),
+        masks=TEXT_MASKS,
     ),
     "SkyReelsV2Transformer3DModel": Called(
         **_WAN | {"required": {"pos_embed_seq_len": None, "inject_sample_info": False}}
@@ -232,13 +237,16 @@ SOUNDS: dict[str, Family] = {
     ),
     "AudioLDM2UNet2DConditionModel": Called(
         sizes={TEXT: (8, _GPT2), f"{TEXT}_1": (128, _T5)},
-        inputs=(mask_of("encoder_attention_mask_1", f"{TEXT}_1"),),
+        masks={**TEXT_MASKS, "encoder_attention_mask_1": f"{TEXT}_1"},
+        needs_masks=True,
         latents="sample",
         required={"class_embed_type": None, "time_embedding_type": "positional"},
     ),
     "LongCatAudioDiTTransformer": Called(
         sizes={TEXT: (512, "dit_text_dim")},
-        inputs=(mask_of(TEXT_MASK), no_latents("latent_cond")),
+        inputs=(no_latents("latent_cond"),),
+        masks=TEXT_MASKS,
+        needs_masks=True,
         layout=LENGTH_FIRST,
         steps=1,
         in_channels="latent_dim",
@@ -261,6 +269,7 @@ SOUNDS: dict[str, Family] = {
             "proj_embedding": ("embedding_proj_dim|embedding_dim",),
             TEXT: ("num_embeddings", "embedding_dim"),
         },
+        masks={"attention_mask": TEXT},
         in_channels="embedding_dim",
         out_channels="clip_embed_dim",
         required={"encoder_hid_proj_type": "linear"},
@@ -277,7 +286,8 @@ SOUNDS: dict[str, Family] = {
     # Without the sound beside a gap that it could fill.
     "StableAudio3DiTModel": Called(
         sizes={TEXT: (256, "cond_token_dim"), "global_hidden_states": ("global_cond_dim",)},
-        inputs=(mask_of(TEXT_MASK),),
+        masks=TEXT_MASKS,
+        needs_masks=True,
         steps=1,
         rounded=True,
         in_channels="io_channels",

@@ -8,6 +8,9 @@ import torch
 from omegaconf import OmegaConf
 
 from models.diffusion import SHAPES, DiffusionModel, build_diffusion, config_folder
+from offload import LayerStream, Mode, Resident, acquire, release
+from tests.models.helpers.small_diffusion import inputs_of
+from tests.models.helpers.small_diffusion import small as small_of
 from tests.models.helpers.small_videos import VIDEOS
 from tests.models.helpers.unets import UNET
 
@@ -86,6 +89,58 @@ def test_inputs_that_do_not_fit_are_refused(noisy, condition, message: str) -> N
     tensors = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in condition.items()}
     with pytest.raises(ValueError, match=message):
         small()(torch.zeros(noisy), TIMES, **tensors)
+
+
+def test_padding_without_a_mask_is_refused() -> None:
+    model = small_of("hunyuan_video")
+    _, condition = inputs_of("hunyuan_video", tokens=5)
+    text = condition["encoder_hidden_states"]
+    model.refuse_padding(condition)
+    padded = {**condition, "encoder_hidden_states": text.clone()}
+    padded["encoder_hidden_states"][0, 3:] = 0
+    words = "^encoder_hidden_states is padded with zeros in some examples, .*: give encoder_attention_mask too, bool"
+    for each in (padded, {**padded, "encoder_hidden_states": padded["encoder_hidden_states"].flip(1)}):
+        with pytest.raises(ValueError, match=words):
+            model.refuse_padding(each)
+    model.refuse_padding({**padded, "encoder_attention_mask": torch.ones(2, 5)})
+    # A dropped caption.
+    padded["encoder_hidden_states"][0] = 0
+    model.refuse_padding(padded)
+
+
+def test_padding_of_texts_of_several_layers_is_refused() -> None:
+    _, condition = inputs_of("krea2", tokens=5)
+    condition["encoder_hidden_states"][1, :, 4:] = 0
+    with pytest.raises(ValueError, match="encoder_hidden_states is padded with zeros"):
+        small_of("krea2").refuse_padding(condition)
+
+
+def test_padding_is_taken_where_the_model_takes_no_mask() -> None:
+    _, condition = inputs_of("wan", tokens=5)
+    condition["encoder_hidden_states"][0, 3:] = 0
+    small_of("wan").refuse_padding(condition)
+
+
+@pytest.mark.parametrize("name", ["qwen", "z_image"])
+def test_velocities_and_gradients_of_masked_texts_are_the_same_when_layers_are_streamed(name: str) -> None:
+    noisy, condition = inputs_of(name, tokens=5)
+
+    def found(mode: Mode) -> list[torch.Tensor]:
+        model, streams = small_of(name), acquire("cpu")
+        (mask,) = model.optional_conditions
+        attached = mode.attach(model, streams)
+        try:
+            given = {**condition, mask: torch.arange(5) < torch.tensor([[3], [5]])}
+            with attached.step():
+                losses = attached.accumulate([lambda: model(noisy, TIMES, **given).square().mean()])
+            return [*losses, *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+        finally:
+            attached.detach()
+            release(streams)
+
+    streamed, resident = found(LayerStream()), found(Resident())
+    assert len(streamed) == len(resident) > 10
+    assert all(torch.equal(one, other) for one, other in zip(streamed, resident, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from fnmatch import fnmatchcase
 
 import diffusers
@@ -16,6 +17,35 @@ from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 
 # The layers of Flux 3 for further images, which are not given.
 FOR_IMAGES_TO_CHANGE = ".image_cond."
+_OF_LATENTS = "a mask of latents"
+_ZEROS = "its pipelines fill texts with zeros, and give no mask"
+# Arguments of forwards that are no conditions.
+NO_MASKS_OF_TEXTS = {
+    "AllegroTransformer3DModel": {"attention_mask": _OF_LATENTS},
+    "AudioLDM2UNet2DConditionModel": {"attention_mask": _OF_LATENTS},
+    "CogView4Transformer2DModel": {"attention_mask": "attention adds it, 1 or 0, and leaves nothing out"},
+    "CosmosTransformer3DModel": {
+        "attention_mask": _ZEROS,
+        "condition_mask": "a mask of frames",
+        "padding_mask": "a mask of pixels",
+    },
+    "DreamLiteUNetModel": {"attention_mask": _OF_LATENTS},
+    "HiDreamImageTransformer2DModel": {"hidden_states_masks": _OF_LATENTS},
+    "LongCatAudioDiTTransformer": {"attention_mask": _OF_LATENTS},
+    "PixArtTransformer2DModel": {"attention_mask": _OF_LATENTS},
+    "QwenImage21Transformer2DModel": {"img_mask": "places of images among the tokens"},
+    "SanaTransformer2DModel": {"attention_mask": _OF_LATENTS},
+    "SanaVideoTransformer3DModel": {"attention_mask": _OF_LATENTS},
+    "StableAudioDiTModel": {"attention_mask": _OF_LATENTS, "encoder_attention_mask": _ZEROS},
+    "UNet2DConditionModel": {"attention_mask": _OF_LATENTS},
+    "UNet3DConditionModel": {"attention_mask": _OF_LATENTS},
+    "UNetMotionModel": {"attention_mask": _OF_LATENTS},
+    "ZImageTransformer2DModel": {"image_noise_mask": _OF_LATENTS},
+}
+# Kandinsky 2.2 takes the embedding of an image, and no text.
+WITH_MASKS = [name for name, (kind, _, _) in SMALL.items() if FAMILIES[kind].masks and name != "kandinsky"]
+# Their classes also take a mean over all tokens.
+POOLED = ("hunyuan_dit", "kandinsky3")
 EVERY_FAMILY = pytest.mark.parametrize("name", SMALL)
 
 
@@ -83,6 +113,51 @@ def test_buffers_after_meta_are_those_of_the_cpu(name: str) -> None:
     assert found.keys() == expected.keys()
     for key, buffer in found.items():
         assert torch.equal(buffer, expected[key]), key
+
+
+def test_every_mask_of_a_text_is_a_condition() -> None:
+    found = {}
+    for name, family in FAMILIES.items():
+        arguments = inspect.signature(getattr(diffusers, name).forward).parameters
+        if others := {key for key in arguments if "mask" in key} - family.masks.keys():
+            found[name] = others
+    assert found == {name: set(reasons) for name, reasons in NO_MASKS_OF_TEXTS.items()}
+
+
+@pytest.mark.parametrize("name", WITH_MASKS)
+def test_tokens_that_a_mask_leaves_out_do_not_count(name: str) -> None:
+    noisy, condition = inputs_of(name, tokens=5)
+    model, masks, other = small(name), {}, dict(condition)
+    for mask, text in FAMILIES[SMALL[name][0]].text_masks(model.network.config).items():
+        masks[mask] = torch.ones(2, condition[text].shape[-2])
+        masks[mask][0, 2:] = 0
+        other[text] = condition[text].clone()
+        other[text][0, ..., 2:, :] += 1
+    assert set(model.optional_conditions) == set(masks)
+    with torch.no_grad():
+        found, changed = (model(noisy, TIMES, **given, **masks) for given in (condition, other))
+        assert not torch.equal(model(noisy, TIMES, **condition), model(noisy, TIMES, **other))
+    assert torch.equal(found, changed) != (name in POOLED)
+    assert not torch.equal(found, model(noisy, TIMES, **condition))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen", "lumina2", "chroma", "hunyuan_video", "z_image", "ernie_image", "krea2", "ltx"]
+)
+def test_captions_of_two_lengths_give_what_each_gives_alone(name: str) -> None:
+    noisy, condition = inputs_of(name, tokens=5)
+    model = small(name)
+    ((mask, text),) = FAMILIES[SMALL[name][0]].text_masks(model.network.config).items()
+    condition[text][0, ..., 3:, :] = 0
+    short, long = ({key: value[place] for key, value in condition.items()} for place in (slice(0, 1), slice(1, 2)))
+    short[text] = short[text][..., :3, :]
+    counted = torch.arange(5) < torch.tensor([[3], [5]])
+    with torch.no_grad():
+        both = model(noisy, TIMES, **condition, **{mask: counted})
+        alone = torch.cat([model(noisy[:1], TIMES[:1], **short), model(noisy[1:], TIMES[1:], **long)])
+        without = model(noisy, TIMES, **condition)
+    torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
+    assert (without[0] - alone[0]).abs().max() > 1e-3
 
 
 def test_other_latents_of_another_size_are_refused() -> None:

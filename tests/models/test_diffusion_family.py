@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from models.diffusion_family import Called, require, size_of, square
-from models.diffusion_inputs import mask_of
 from models.diffusion_layouts import CHANNELS_LAST, Patches
 
 CONFIG = {"in_channels": 4, "out_channels": None, "width": 6, "widths": [3, 5], "none": None, "side": 2}
@@ -97,13 +96,31 @@ def test_latents_go_in_and_come_back_in_the_layout_of_the_class() -> None:
     assert torch.equal(found, 2 * noisy)
 
 
-def test_inputs_are_made_and_conditions_that_may_be_left_out_are_none() -> None:
-    network, text = Network(), torch.randn(2, 3, 6)
-    family = Called(inputs=(mask_of("mask", "text"),), optional=("other",))
-    family.velocity(network, torch.randn(2, 4, 2, 2), TIMES, {"text": text})
+def test_masks_count_all_tokens_or_are_none_where_they_are_left_out() -> None:
+    network, noisy, text = Network(), torch.randn(2, 4, 2, 2), torch.randn(2, 3, 6)
+    masks = {"mask": "text", "mask_2": "text_2"}
+    Called(masks=masks, needs_masks=True).velocity(network, noisy, TIMES, {"text": text})
     assert network.inputs["mask"].tolist() == [[True] * 3] * 2
-    assert network.inputs["other"] is None
     assert network.inputs["text"] is text
+    assert "mask_2" not in network.inputs
+    Called(masks=masks).velocity(network, noisy, TIMES, {"text": text})
+    assert network.inputs["mask"] is None
+
+
+def test_masks_are_boolean_and_one_without_any_token_counts_all() -> None:
+    network, noisy = Network(), torch.randn(2, 4, 2, 2)
+    given = {"text": torch.randn(2, 5, 3, 6), "mask": torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])}
+    Called(masks={"mask": "text"}).velocity(network, noisy, TIMES, given)
+    assert network.inputs["mask"].tolist() == [[True, True, False], [True, True, True]]
+    Called(masks={"mask": "text"}, passes_masks=False).velocity(network, noisy, TIMES, given)
+    assert "mask" not in network.inputs
+    with pytest.raises(ValueError, match=r"^mask has the shape \[2, 5\]: it must be \[2, 3\], one for each token"):
+        Called(masks={"mask": "text"}).velocity(network, noisy, TIMES, {**given, "mask": torch.ones(2, 5)})
+
+
+def test_masks_are_taken_of_texts_that_are_taken() -> None:
+    family = Called(sizes={"text": (3, "width"), "other": (3, "none")}, masks={"a": "text", "b": "other"})
+    assert family.text_masks(CONFIG) == {"a": "text"}
 
 
 def test_channels_beyond_those_that_are_returned_are_a_condition() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from offload.modes.mode import Attached
 from offload.modes.none import Resident
 from offload.streams.stream_checker import CheckedStreams
+from tests.models.helpers.small_diffusion import inputs_of, small
 from tests.training.helpers.in_process import TINY_RUN, command_here, composed, run_here
 from training.batches import examples_in
 from training.data.synthetic_images import SyntheticImages
@@ -249,6 +250,25 @@ def test_values_of_the_data_that_are_not_finite_are_named(tmp_path: Path, monkey
     )
     with pytest.raises(UserError, match=words):
         run_here(tmp_path, "model=unet_small", *images, "steps=3", "tracking=disabled")
+
+
+def test_captions_padded_without_a_mask_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = SyntheticImages.batch
+
+    def padded(self: SyntheticImages, index: int) -> dict[str, Tensor]:
+        batch = whole(self, index)
+        batch["encoder_hidden_states"][1, 2:] = 0
+        return batch
+
+    monkeypatch.setattr(SyntheticImages, "batch", padded)
+    small("qwen").network.save_config(tmp_path / "qwen")
+    model = ("model=diffusers", f"model.source={tmp_path}/qwen", "model.weights=null", "task=flow_matching")
+    noisy, condition = inputs_of("qwen")
+    images = ("dataset=synthetic_images", f"dataset.shape={[*noisy.shape[1:]]}", "batch_size=2")
+    texts = f"dataset.condition={{encoder_hidden_states:[5,{condition['encoder_hidden_states'].shape[-1]}]}}"
+    words = "^step 1: encoder_hidden_states is padded with zeros .*: give encoder_hidden_states_mask too, bool"
+    with pytest.raises(UserError, match=words):
+        run_here(tmp_path / "run", *model, *images, texts, "steps=2", "tracking=disabled")
 
 
 def test_skip_continues_the_run_and_counts(tmp_path: Path):
