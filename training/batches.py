@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.loss import IGNORED_LABEL
 from models.packed_attention import starts_in
 from offload import upload
+from training.errors import as_user_error
 
 Batch = Tensor | dict[str, Tensor]
 """the first dimension of each tensor counts the examples"""
@@ -58,6 +59,13 @@ def nonfinite_in(batch: Batch) -> tuple[str, int] | None:
         if not finite.all():
             return name, int(finite.logical_not().nonzero()[0])
     return None
+
+
+def refuse_padding(model: nn.Module, batch: Batch, where: str) -> None:
+    """Raises UserError, beginning with `where`, for a batch that the `refuse_padding` of a diffusion model refuses."""
+    if refuse := getattr(model, "refuse_padding", None):
+        with as_user_error(f"{where}: "):
+            refuse(batch)
 
 
 def split_into(batch: Batch, parts: int) -> list[Batch]:

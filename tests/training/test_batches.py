@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from training.batches import (
     examples_in,
     nonfinite_in,
+    refuse_padding,
     sha256_of,
     split_by,
     split_into,
@@ -15,6 +17,7 @@ from training.batches import (
     trained_tokens_in,
     uploaded,
 )
+from training.errors import UserError
 
 TENSOR = torch.arange(10).view(5, 2)
 BOTH = {"images": torch.arange(20.0).view(5, 2, 2), "labels": torch.arange(5)}
@@ -57,6 +60,17 @@ def test_an_example_that_is_not_finite_is_found(value: float):
     images[2, 0, 1, 1] = value
     assert nonfinite_in({"labels": torch.arange(4), "images": images}) == ("images", 2)
     assert nonfinite_in({"weights": torch.tensor([0.0, value, value])}) == ("weights", 1)
+
+
+class Padded(nn.Module):
+    def refuse_padding(self, batch: dict[str, Tensor]) -> None:
+        raise ValueError(f"{', '.join(batch)}: give a mask")
+
+
+def test_what_a_model_refuses_is_an_error_of_the_user() -> None:
+    refuse_padding(nn.Linear(1, 1), BOTH, "step 3")
+    with pytest.raises(UserError, match="step 3: images, labels: give a mask"):
+        refuse_padding(Padded(), BOTH, "step 3")
 
 
 def test_a_batch_arrives_as_it_is():

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from offload import Streams
-from training.batches import Batch, add_to_digest, split_by, uploaded
+from training.batches import Batch, add_to_digest, refuse_padding, split_by, uploaded
 from training.config.schema import due
 from training.errors import UserError
 from training.parallel.ranks import ALONE, Ranks
@@ -103,6 +103,8 @@ class Evaluation:
         rows = -(-self.config.batch_size // (self.config.microbatches * ranks.count))
         seed = self.config.seed
         parts = prepared_parts(self.task, self.batches, rows, seed)
+        for part in parts:
+            refuse_padding(model, part, "evaluation")
         scores_of = partial(scores_of_parts, self.task, model, seed=seed, device=streams.device, stopped=stopped)
         scores = mean_scores(ranks.evaluate(parts, scores_of, "evaluate"))
         if scores is None:

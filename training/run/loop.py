@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from offload import Attached, l2_norm
-from training.batches import Batch, examples_in, nonfinite_in, uploaded
+from training.batches import Batch, examples_in, nonfinite_in, refuse_padding, uploaded
 from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
-from training.errors import UserError, as_user_error
+from training.errors import UserError
 from training.evaluation.held_out import evaluating
 from training.evaluation.reference import fill_reference
 from training.parallel.ranks import RankLostError, Share, shares_of
@@ -207,10 +207,7 @@ def run_step(job: Job, step: int, batch: Batch) -> StepResult:
     """
     config, task = job.components.config, job.components.task
     prepared = task.prepared(batch, seed_of(config.seed, step))
-    # Of models of diffusers.
-    if refuse := getattr(job.components.model, "refuse_padding", None):
-        with as_user_error(f"step {step}: "):
-            refuse(prepared)
+    refuse_padding(job.components.model, prepared, f"step {step}")
     shares = shares_of(prepared, job.ranks.count, config.microbatches, task.weight)
     if not shares[0].total:
         names = names_of(job.dataset, step, config.batch_size, examples_in(batch))

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.helpers.in_process import TINY_RUN, run_here
+from offload import acquire, release
+from tests.models.helpers.small_diffusion import inputs_of, small
+from tests.training.helpers.in_process import TINY_RUN, composed, run_here
 from tests.training.helpers.modes import small_modes
 from training.data.datasets import StdlibText
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation, mean_scores, prepared_parts, scores_of_parts
 from training.metrics import step_timer
 from training.tasks.causal_lm import CausalLM
+from training.tasks.flow_matching import FlowMatching
 
 CPU = torch.device("cpu")
 EVALUATES = ("eval.every=2", "eval.batches=2")
@@ -80,6 +83,18 @@ def test_the_loss_is_the_mean_over_sequences_and_nothing_else_changes():
     with torch.no_grad():
         each = [model(row[None, :-1], row[None, 1:]).item() for batch in given for row in batch]
     assert loss == pytest.approx(sum(each) / 12, rel=1e-6)
+
+
+def test_captions_padded_without_a_mask_are_refused():
+    noisy, condition = inputs_of("qwen", tokens=5)
+    condition["encoder_hidden_states"][1, 3:] = 0
+    config, _ = composed(*TINY_RUN, "microbatches=1")
+    evaluation, streams = Evaluation(config, FlowMatching(), ({"images": noisy, **condition},)), acquire("cpu")
+    try:
+        with pytest.raises(UserError, match="evaluation: encoder_hidden_states is padded with zeros in some examples"):
+            evaluation.metrics(small("qwen"), streams, never)
+    finally:
+        release(streams)
 
 
 def test_a_model_that_draws_draws_the_same_each_time(monkeypatch: pytest.MonkeyPatch):
