@@ -45,7 +45,6 @@ NOISY, TARGET, TIMESTEP, WEIGHT = "noisy", "target", "timestep", "loss_weight"
 NEVER_DROPPED = (
     "time_ids",
     "added_time_ids",
-    "encoder_attention_mask",
     "other_latents",
     "image_latents",
     "control_hidden_states",
@@ -348,8 +347,9 @@ class Diffusion(Task):
         """Returns `condition` with the examples where `dropped` (bool [B]) is True emptied."""
         emptied = {}
         for name, tensor in condition.items():
-            # A dataset that asks a pipeline drops captions itself.
-            if name in NEVER_DROPPED or name.startswith(ASKED) or not self.drop_condition:
+            # A mask says which tokens are text. A dataset that asks a pipeline drops captions itself.
+            kept = name in NEVER_DROPPED or "mask" in name or name.startswith(ASKED)
+            if kept or not self.drop_condition:
                 continue
             rows = dropped.view(-1, *[1] * (tensor.ndim - 1))
             emptied[name] = tensor.masked_fill(rows, self.null_class if name == LABELS else 0)

@@ -45,7 +45,8 @@ def test_dropped_examples_lose_their_whole_condition(kind: type[Diffusion]) -> N
         "labels": torch.zeros(count, dtype=torch.int64),
         "encoder_hidden_states": torch.ones(count, 2, 3),
     }
-    facts = ("time_ids", "added_time_ids", "encoder_attention_mask", "other_latents", "image_latents")
+    masks = ("encoder_attention_mask", "encoder_hidden_states_mask")
+    facts = ("time_ids", "added_time_ids", *masks, "other_latents", "image_latents", "asked.text")
     facts += ("control_hidden_states", "context_latents")
     others |= {name: torch.ones(count, 6) for name in facts}
     batch = {"images": torch.zeros(count, 1, 1, 1), **others}
