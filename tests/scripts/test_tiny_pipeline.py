@@ -1,0 +1,30 @@
+"""The tiny pipeline and its pictures are made, and experiment=pictures trains on them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import tiny_pipeline
+from tests.training.helpers.in_process import run_here
+from tests.training.helpers.results import losses
+from training.errors import UserError
+
+
+def test_the_experiment_trains_on_what_the_script_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tiny_pipeline.py", "shapes", "--count=12", "--vae-steps=2"])
+    tiny_pipeline.main()
+    assert len({path.read_text() for path in (tmp_path / "shapes" / "pictures").glob("*.txt")}) == 12
+    run_here(
+        tmp_path / "run", "experiment=pictures", "steps=3", "log_every=1", "batch_size=2", "device=cpu", "hardware=h200"
+    )
+    found = losses(tmp_path / "run")
+    assert len(found) == 3
+    # That of the noise, of a network that knows nothing yet.
+    assert found[0] == pytest.approx(1, abs=0.4)
+    with pytest.raises(UserError, match="shapes is not empty: give a new folder"):
+        tiny_pipeline.main()
