@@ -24,6 +24,7 @@ def test_the_experiment_trains_on_what_the_script_makes(tmp_path: Path, monkeypa
     )
     found = losses(tmp_path / "run")
     assert len(found) == 3
+    assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 2
     # That of the noise, of a network that knows nothing yet.
     assert found[0] == pytest.approx(1, abs=0.4)
     with pytest.raises(UserError, match="shapes is not empty: give a new folder"):
