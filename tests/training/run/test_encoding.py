@@ -103,3 +103,9 @@ def test_a_run_that_was_ended_goes_on_where_it_was(
     monkeypatch.setattr(encoding, "encoded", lambda *arguments: encoded.append(arguments) or whole(*arguments))
     run_here(tmp_path / "second", *overrides)
     assert len(encoded) == 6
+
+
+def test_another_dataset_is_refused(pipeline_of, pictures: Path):
+    overrides = [each for each in given("sd3", pipeline_of("sd3"), pictures) if not each.startswith("dataset")]
+    with pytest.raises(UserError, match=r"^model=pipeline is trained on captioned pictures: take dataset=captioned"):
+        components_of(*overrides, "dataset=synthetic_images")
