@@ -185,7 +185,7 @@ class Diffusion(Task):
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
         refuse_language_model(model, self.name, "model=unet_small, or model=diffusers")
         if isinstance(model, PipelineModel) and "pipeline" not in config.dataset:
-            raise UserError("model=pipeline is trained on captioned pictures: take dataset=captioned dataset.folder=DIR")
+            raise UserError("model=pipeline trains on captioned pictures: take dataset=captioned dataset.folder=DIR")
 
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
         """Reads the scheduler. Raises UserError if it is of another task, or there is none for pretrained weights."""

@@ -107,5 +107,5 @@ def test_a_run_that_was_ended_goes_on_where_it_was(
 
 def test_another_dataset_is_refused(pipeline_of, pictures: Path):
     overrides = [each for each in given("sd3", pipeline_of("sd3"), pictures) if not each.startswith("dataset")]
-    with pytest.raises(UserError, match=r"^model=pipeline is trained on captioned pictures: take dataset=captioned"):
+    with pytest.raises(UserError, match=r"^model=pipeline trains on captioned pictures: take dataset=captioned"):
         components_of(*overrides, "dataset=synthetic_images")
