@@ -7,7 +7,7 @@ come with a batch. All others (places, masks of nothing, guidance) are the same 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,11 @@ class NetworkCall:
         made._check_batch(recorder, size, both)
         return made
 
+    def on(self, device: torch.device) -> NetworkCall:
+        """Returns the call with its tensors on `device`, so that none is copied there in each forward."""
+        arguments = {name: _on(tree, device) for name, tree in self.arguments.items()}
+        return replace(self, arguments=arguments, places=self.places.to(device), answer=self.answer.to(device))
+
     def conditions(self, record: Record) -> dict[str, Tensor]:
         """Returns the conditions of a record of one picture by name: tensors with a dimension for examples, of size 1.
 
@@ -185,14 +190,13 @@ class NetworkCall:
         """Returns the arguments of the call.
 
         Args:
-            noisy: [B, *noise], of the network's dtype.
+            noisy: [B, *noise], of the network's dtype, on the device that the call is `on`.
             number: float32 [B], in the scheduler's numbers (0 to its num_train_timesteps).
             batch: the conditions, as `merged`; floating-point ones of the network's dtype.
         """
-        rows, device = len(noisy), noisy.device
-        arguments = {name: self._value(tree, name, rows, batch, device) for name, tree in self.arguments.items()}
-        places = self.places.to(device)
-        arguments[self.latents] = noisy.reshape(rows, -1)[:, places].view(rows, *self.shape)
+        rows = len(noisy)
+        arguments = {name: self._value(tree, name, rows, batch) for name, tree in self.arguments.items()}
+        arguments[self.latents] = noisy.reshape(rows, -1)[:, self.places].view(rows, *self.shape)
         divided_by, sign, plus = self.count
         number = number if self.time_dtype.is_floating_point else number.round()
         time = plus + sign * (number.to(self.time_dtype) / divided_by) if (divided_by, plus) != (1, 0) else number
@@ -201,25 +205,24 @@ class NetworkCall:
 
     def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
         """Returns what the network predicts, in the shape of `noisy`, of its output."""
-        found = output.reshape(len(noisy), -1)[:, self.answer.to(output.device)].view(noisy.shape)
+        found = output.reshape(len(noisy), -1)[:, self.answer].view(noisy.shape)
         return -found if self.sign < 0 else found
 
     def _condition_leaves(self) -> list[tuple[str, Leaf]]:
         return [(name, leaf) for name, leaf in _named_leaves(self.arguments, "") if leaf.is_condition]
 
-    def _value(self, tree: Any, name: str, rows: int, batch: Mapping[str, Tensor], device: torch.device) -> Any:
+    def _value(self, tree: Any, name: str, rows: int, batch: Mapping[str, Tensor]) -> Any:
         if isinstance(tree, Leaf):
             if tree.is_condition:
                 return batch.get(name)
-            value = tree.value.to(device) if isinstance(tree.value, Tensor) else tree.value
             if tree.batch_dim is None:
-                return value
-            return value.expand(*(rows if dim == tree.batch_dim else -1 for dim in range(value.ndim)))
+                return tree.value
+            return tree.value.expand(*(rows if dim == tree.batch_dim else -1 for dim in range(tree.value.ndim)))
         if isinstance(tree, Repeated):
-            return [self._value(tree.entry, name, rows, batch, device) for _ in range(rows)]
+            return [self._value(tree.entry, name, rows, batch) for _ in range(rows)]
         if isinstance(tree, dict):
-            return {key: self._value(each, f"{name}.{key}", rows, batch, device) for key, each in tree.items()}
-        return type(tree)(self._value(each, f"{name}.{n}", rows, batch, device) for n, each in enumerate(tree))
+            return {key: self._value(each, f"{name}.{key}", rows, batch) for key, each in tree.items()}
+        return type(tree)(self._value(each, f"{name}.{n}", rows, batch) for n, each in enumerate(tree))
 
     def _check_batch(self, recorder: Recorder, size: tuple[int, int], both: Record) -> None:
         """Raises NotTrainableError where the pipeline makes something else of two captions than `merged` does."""
@@ -293,6 +296,17 @@ def _leaves(pipeline: str, name: str, first: Any, other: Any, twice: Any, both: 
     if first != other:
         raise NotTrainableError(f"{name} of {pipeline}'s network depends on the caption, and is no tensor")
     return Leaf(first)
+
+
+def _on(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, Leaf):
+        moves = isinstance(tree.value, Tensor) and not tree.is_condition
+        return replace(tree, value=tree.value.to(device)) if moves else tree
+    if isinstance(tree, Repeated):
+        return Repeated(_on(tree.entry, device))
+    if isinstance(tree, dict):
+        return {key: _on(each, device) for key, each in tree.items()}
+    return type(tree)(_on(each, device) for each in tree)
 
 
 def _count(pipeline: str, record: Record) -> tuple[int, int, int]:

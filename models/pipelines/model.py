@@ -37,6 +37,7 @@ class PipelineModel(DiffusionModel):
         nn.Module.__init__(self)
         self.network, self.folder, self.num_steps = network, folder, num_steps
         self._calls: dict[tuple[int, ...], NetworkCall] = {}
+        self._calls_on: dict[tuple[tuple[int, ...], torch.device], NetworkCall] = {}
 
     def encoded(self) -> EncodedFolder:
         """Returns what the pipeline's encoders have made in the network's dtype."""
@@ -55,7 +56,10 @@ class PipelineModel(DiffusionModel):
 
         Raises ValueError for latents of a shape for which no picture was encoded.
         """
-        call, dtype = self.call_of(noisy.shape[1:]), self._dtype
+        key = tuple(noisy.shape[1:]), noisy.device
+        if key not in self._calls_on:
+            self._calls_on[key] = self.call_of(key[0]).on(noisy.device)
+        call, dtype = self._calls_on[key], self._dtype
         batch = {
             name.removeprefix(ASKED): value.to(dtype) if value.is_floating_point() else value
             for name, value in condition.items()

@@ -126,3 +126,16 @@ def test_without_its_caption_a_picture_keeps_its_sizes():
     assert {name: tensor.shape for name, tensor in call.meta_conditions(3).items()} == {
         name: tensor.shape for name, tensor in call.merged([picture] * 3).items()
     }
+
+
+def test_a_call_on_a_device_has_all_its_tensors_there():
+    pipeline = made("flux")
+    recorder = Recorder(pipeline, pipeline.transformer.to("meta"), torch.device("cpu"))
+    call = NetworkCall.of(recorder, SIZE)
+    meta = torch.device("meta")
+    noisy, number = torch.empty(2, *call.noise, device=meta), torch.empty(2, device=meta)
+    arguments = call.on(meta).filled(noisy, number, call.meta_conditions(2))
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    assert len(tensors) == 7
+    assert all(tensor.is_meta for tensor in tensors)
+    assert not call.places.is_meta
