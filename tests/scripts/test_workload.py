@@ -49,7 +49,7 @@ def test_modes_have_the_losses_of_the_resident_model(shape: tuple[str, ...]):
 
 def test_a_model_brings_its_task_and_data():
     with workload("layer_stream", *UNET) as made:
-        assert set(made.batch()) >= {"images", "labels"}
+        assert set(made.batch()) >= {"noisy", "target", "labels"}
         assert torch.isfinite(made.step())
 
 
