@@ -98,6 +98,7 @@ class Captioned:
         self._batches = BucketBatches(self._pictures, batch_size, seed)
         self._seed, self._batch_size = seed, batch_size
         self._calls: dict[tuple[int, ...], NetworkCall] = {}
+        self._keys: dict[CaptionedPicture, str] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -219,8 +220,12 @@ class Captioned:
         return self._calls[noise]
 
     def _key(self, picture: CaptionedPicture, flip: bool) -> str:
-        # Latents do not depend on the caption.
-        return content_key(replace(picture, caption=""), flip=flip, ground=self._ground, masked=self._masked)
+        # Once in a run: it reads the whole file, and each batch asks for it.
+        if picture not in self._keys:
+            # Latents do not depend on the caption.
+            alone = replace(picture, caption="")
+            self._keys[picture] = content_key(alone, ground=self._ground, masked=self._masked)
+        return f"{self._keys[picture]}-mirrored" if flip else self._keys[picture]
 
 
 def encoded_by(pipeline: str | None, precision: str) -> EncodedFolder:

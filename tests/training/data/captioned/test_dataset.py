@@ -13,6 +13,7 @@ from tests.models.helpers.tiny_pipelines import saved
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of
 from training.data.building import build_dataset
+from training.data.captioned import pictures
 from training.data.captioned.dataset import Captioned
 from training.data.pictures import LOSS_MASK
 from training.errors import UserError
@@ -125,3 +126,10 @@ def test_without_a_pipeline_it_is_refused():
         Captioned.meta_batch(1)
     with pytest.raises(UserError, match=r"dataset=captioned: take model=pipeline model\.source=FOLDER"):
         Captioned.meta_batch(1, pipeline="unet_small")
+
+
+def test_pictures_are_read_once_and_not_by_batches(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"), "dataset.flip=true")
+    monkeypatch.setattr(pictures, "opened", None)
+    assert dataset.batch(0).keys() == dataset.batch(1).keys()
+    assert not dataset.missing()
