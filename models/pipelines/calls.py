@@ -21,7 +21,6 @@ from models.pipelines.recording import (
     NotTrainableError,
     Record,
     Recorder,
-    digits_needed,
     places_in,
 )
 
@@ -88,10 +87,9 @@ class NetworkCall:
     def of(cls, recorder: Recorder, size: tuple[int, int]) -> NetworkCall:
         """Asks a pipeline for its call for pictures of `size`, (height, width) in pixels. Raises NotTrainableError."""
         plain = Asked(PROBES[:1], size, size)
-        first = recorder.record(plain)
+        first, *_ = records = recorder.record_digits(plain)
         latents = next(iter(first.arguments))
         count = int(torch.Size(first.noise[1:]).numel())
-        records = [first, *(recorder.record(plain, digit) for digit in range(1, digits_needed(first.noise)))]
         given = places_in([record.arguments[latents] for record in records], count)
         sample = places_in([record.sample for record in records], count)
         if given is None or sample is None:

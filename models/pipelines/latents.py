@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.pipelines.recording import Asked, NotTrainableError, Recorder, digits_needed, places_in
+from models.pipelines.recording import Asked, NotTrainableError, Recorder, places_in
 
 # Of normally distributed numbers in bfloat16.
 ROUNDING = 0.1
@@ -52,11 +52,10 @@ def normalisation(vae: nn.Module, ndim: int) -> tuple[Any, Any]:
 def check_normalisation(recorder: Recorder, vae: nn.Module, size: tuple[int, int]) -> None:
     """Raises NotTrainableError where the pipeline decodes other latents than those that were normalised."""
     asked = Asked(("",), size, size)
-    first = recorder.record(asked)
-    count = torch.Size(first.noise[1:]).numel()
-    records = [first, *(recorder.record(asked, digit) for digit in range(1, digits_needed(first.noise)))]
-    places, _ = places_in([record.sample for record in records], count)
-    raw = torch.randn(first.noise, generator=torch.Generator().manual_seed(0))
+    records = recorder.record_digits(asked)
+    noise = records[0].noise
+    places, _ = places_in([record.sample for record in records], torch.Size(noise[1:]).numel())
+    raw = torch.randn(noise, generator=torch.Generator().manual_seed(0))
     decoded = recorder.decoded(asked, lambda latents: raw.flatten()[places].view(latents.shape).to(latents), vae)
     shift, scale = normalisation(vae, decoded.ndim)
     again = (decoded.float().cpu() - _cpu(shift)) * _cpu(scale)

@@ -36,8 +36,7 @@ class PipelineModel(DiffusionModel):
     def __init__(self, network: nn.Module, folder: Path, num_steps: int):
         nn.Module.__init__(self)
         self.network, self.folder, self.num_steps = network, folder, num_steps
-        self._calls: dict[tuple[int, ...], NetworkCall] = {}
-        self._calls_on: dict[tuple[tuple[int, ...], torch.device], NetworkCall] = {}
+        self._calls: dict[tuple[tuple[int, ...], torch.device], NetworkCall] = {}
 
     def encoded(self) -> EncodedFolder:
         """Returns what the pipeline's encoders have made in the network's dtype."""
@@ -56,10 +55,7 @@ class PipelineModel(DiffusionModel):
 
         Raises ValueError for latents of a shape for which no picture was encoded.
         """
-        key = tuple(noisy.shape[1:]), noisy.device
-        if key not in self._calls_on:
-            self._calls_on[key] = self.call_of(key[0]).on(noisy.device)
-        call, dtype = self._calls_on[key], self._dtype
+        call, dtype = self.call_of(noisy.shape[1:], noisy.device), self._dtype
         batch = {
             name.removeprefix(ASKED): value.to(dtype) if value.is_floating_point() else value
             for name, value in condition.items()
@@ -68,19 +64,19 @@ class PipelineModel(DiffusionModel):
         noisy = noisy.to(dtype)
         return call.prediction(self.network(**call.filled(noisy, number, batch))[0], noisy)
 
-    def call_of(self, noise: Sequence[int]) -> NetworkCall:
+    def call_of(self, noise: Sequence[int], device: torch.device) -> NetworkCall:
         """Returns the call for latents of the shape `noise`, [C, ...]. Raises ValueError where it is not known."""
-        noise = tuple(noise)
-        if noise not in self._calls:
+        key = tuple(noise), device
+        if key not in self._calls:
             call = self.encoded().call_of(noise)
             if call is None:
                 raise ValueError(f"no picture with latents {list(noise)} is encoded: take dataset=captioned")
-            self._calls[noise] = call
-        return self._calls[noise]
+            self._calls[key] = call.on(device)
+        return self._calls[key]
 
     def tokens(self, shape: Sequence[int]) -> int | None:
         """Returns the tokens of latents of `shape`, [C, ...]; None where the network does not take a sequence."""
-        call = self.call_of(shape)
+        call = self.call_of(shape, torch.device("cpu"))
         return call.shape[0] if len(call.shape) == 2 else None
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:

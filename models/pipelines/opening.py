@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from models.json_files import read_object
+from models.lora_files import prefix_of
 from models.pipelines.encoded import INDEX
 from models.quiet_imports import without_remarks
 
@@ -21,10 +22,9 @@ def open_pipeline(folder: Path, network: nn.Module, dtype: torch.dtype, *, witho
     with without_remarks():
         import diffusers
 
-        name = "unet" if "UNet" in type(network).__name__ else "transformer"
         # Asked of its own class, diffusers does not load a network that it is given.
         index = read_object(folder / INDEX, "download the pipeline again")
-        kind, given = getattr(diffusers, index["_class_name"]), {name: network}
+        kind, given = getattr(diffusers, index["_class_name"]), {prefix_of(network): network}
         if without_text_encoders:
             given |= {part: None for part in index if part.startswith("text_encoder")}
         try:

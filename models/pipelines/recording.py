@@ -84,7 +84,8 @@ class Recorder:
         self._module = sys.modules[kind.__module__]
         self._parameters = inspect.signature(kind.__call__).parameters
         self._forward = inspect.signature(type(network).forward)
-        self._encoded: dict[tuple[str, ...], list[Any]] = {}
+        # By prompts and guidance.
+        self._encoded: dict[tuple[tuple[str, ...], float | None], list[Any]] = {}
         if not hasattr(self._module, "randn_tensor") or not hasattr(kind, "encode_prompt"):
             raise NotTrainableError(f"{kind.__name__} does not draw its noise and encode its prompts as others do")
 
@@ -98,42 +99,29 @@ class Recorder:
         Prompts that were asked for before are not encoded again.
         """
         record = Record()
-        with ExitStack() as stack:
-            for target, name, new in (
-                (self._module, "randn_tensor", functools.partial(self._draw, record, digit)),
-                (self._network, "forward", functools.partial(self._call, record, digit)),
-                (self._pipeline.scheduler, "step", functools.partial(self._step, record)),
-            ):
-                stack.enter_context(patch.object(target, name, new))
-            stack.enter_context(self.encoding_once(asked.prompts))
-            try:
-                with torch.no_grad():
-                    self._pipeline(**self.given(asked, steps=2, guidance=1.0, output_type="latent"))
-            except _EnoughError:
-                pass
+        self._run(
+            asked,
+            (self._module, "randn_tensor", functools.partial(self._draw, record, digit)),
+            (self._network, "forward", functools.partial(self._call, record, digit)),
+            (self._pipeline.scheduler, "step", functools.partial(self._step, record)),
+        )
         if record.noise is None or record.predicted is None or len(record.times) < 2:
             raise NotTrainableError(f"{self.name} does not draw noise, call its network and step, one after the other")
         return record
 
+    def record_digits(self, asked: Asked) -> list[Record]:
+        """Returns a record for each digit that tells the elements of the latents apart. Raises as `record`."""
+        first = self.record(asked)
+        return [first, *(self.record(asked, digit) for digit in range(1, digits_needed(first.noise)))]
+
     def encoded(self, asked: Asked) -> list[Any]:
         """Returns what the pipeline's `encode_prompt` returns with its own guidance, in the order of its calls."""
-        encode, found = self._pipeline.encode_prompt, []
-
-        def encode_prompt(*arguments: Any, **keywords: Any) -> Any:
-            found.append(encode(*arguments, **keywords))
-            return found[-1]
 
         def enough(*_: Any, **__: Any) -> None:
             raise _EnoughError
 
-        with (
-            patch.object(self._pipeline, "encode_prompt", encode_prompt),
-            patch.object(self._network, "forward", enough),
-            torch.no_grad(),
-            suppress(_EnoughError),
-        ):
-            self._pipeline(**self.given(asked, steps=2, guidance=None, output_type="latent"))
-        return found
+        self._run(asked, (self._network, "forward", enough), guidance=None)
+        return self._encoded[asked.prompts, None]
 
     def decoded(self, asked: Asked, latents: Callable[[Tensor], Tensor], vae: nn.Module) -> Tensor:
         """Returns what the pipeline gives its VAE to decode, where all steps end in `latents` of those that began."""
@@ -143,22 +131,33 @@ class Recorder:
             found.append(given)
             raise _EnoughError
 
+        def zeros(*arguments: Any, **keywords: Any) -> tuple[Tensor]:
+            return (torch.zeros_like([*arguments, *keywords.values()][0]),)
+
+        def step(predicted: Tensor, number: Any, sample: Tensor, *_: Any, **__: Any) -> _Stepped:
+            return _Stepped((latents(sample),))
+
+        patches = (self._network, "forward", zeros), (self._pipeline.scheduler, "step", step), (vae, "decode", decode)
+        self._run(asked, *patches, output_type="pt")
+        if not found:
+            raise NotTrainableError(f"{self.name} does not decode latents by its VAE")
+        return found[0]
+
+    def _run(
+        self,
+        asked: Asked,
+        *patches: tuple[Any, str, Callable],
+        guidance: float | None = 1.0,
+        output_type: str = "latent",
+    ) -> None:
+        """Runs the pipeline with other methods in the place of its own, until one of them has enough."""
         with ExitStack() as stack:
-            step = lambda predicted, number, sample, *_, **__: _Stepped((latents(sample),))  # noqa: E731
-            zeros = lambda *arguments, **keywords: (torch.zeros_like([*arguments, *keywords.values()][0]),)  # noqa: E731
-            for target, name, new in (
-                (self._network, "forward", zeros),
-                (self._pipeline.scheduler, "step", step),
-                (vae, "decode", decode),
-            ):
+            for target, name, new in patches:
                 stack.enter_context(patch.object(target, name, new))
-            stack.enter_context(self.encoding_once(asked.prompts))
-            try:
-                with torch.no_grad():
-                    self._pipeline(**self.given(asked, steps=2, guidance=1.0, output_type="pt"))
-            except _EnoughError:
-                return found[0]
-        raise NotTrainableError(f"{self.name} does not decode latents by its VAE")
+            stack.enter_context(self._encoding_once(asked.prompts, guidance))
+            stack.enter_context(suppress(_EnoughError))
+            with torch.no_grad():
+                self._pipeline(**self.given(asked, steps=2, guidance=guidance, output_type=output_type))
 
     def given(self, asked: Asked, *, steps: int, guidance: float | None, **others: Any) -> dict[str, Any]:
         """Returns the arguments of the pipeline's call: those of these that it takes."""
@@ -180,9 +179,9 @@ class Recorder:
         return {name: value for name, value in values.items() if name in self._parameters and value is not None}
 
     @contextmanager
-    def encoding_once(self, prompts: tuple[str, ...]) -> Iterator[None]:
+    def _encoding_once(self, prompts: tuple[str, ...], guidance: float | None) -> Iterator[None]:
         """Gives the pipeline what it has encoded for these prompts before, in the order in which it asked."""
-        encode, results = self._pipeline.encode_prompt, self._encoded.get(prompts)
+        encode, results = self._pipeline.encode_prompt, self._encoded.get((prompts, guidance))
         again, found = iter(results or ()), []
 
         def encode_prompt(*arguments: Any, **keywords: Any) -> Any:
@@ -196,7 +195,7 @@ class Recorder:
         if results is None:
             if len(self._encoded) == REMEMBERED:
                 self._encoded.pop(next(iter(self._encoded)))
-            self._encoded[prompts] = found
+            self._encoded[prompts, guidance] = found
 
     def _draw(self, record: Record, digit: int, shape: Sequence[int], *_: Any, **options: Any) -> Tensor:
         if record.noise is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import interpolate
 
 from models.pipelines.calls import NetworkCall
 from models.pipelines.latents import check_normalisation, encoded
@@ -16,7 +17,7 @@ from models.pipelines.opening import encoders_of, open_pipeline
 from models.pipelines.recording import Recorder
 from models.pipelines.sampling import encoded_prompt
 from offload import Mode, Resident, Streams
-from training.data.captioned.dataset import LATENTS, Captioned, Missing
+from training.data.captioned.dataset import LATENTS, MASK, Captioned, Missing
 from training.errors import UserError, as_user_error
 from training.metrics.progress import phase
 from training.settle.components import Components, acquired
@@ -67,7 +68,10 @@ def _encode(
         for key, (picture, flip) in missing.pictures.items():
             cropped = dataset.cropped(picture, flip)
             latents = encoded(vae, cropped.pixels.to(components.device), calls[picture.size].noise)
-            kept.write(key, {LATENTS: latents} | ({} if cropped.mask is None else {"mask": cropped.mask}))
+            tensors = {LATENTS: latents}
+            if cropped.mask is not None:
+                tensors[MASK] = interpolate(cropped.mask[None], size=latents.shape[-2:], mode="area")[0, 0]
+            kept.write(key, tensors)
 
 
 @contextmanager

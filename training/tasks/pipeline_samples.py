@@ -33,7 +33,8 @@ class PipelineSamples(Sampler):
         given = f"sample.every={config.sample.every}"
         if not config.sample.prompts:
             raise UserError(f"{given}: give sample.prompts=['a cat', 'a dog'], of which pictures are made")
-        encoded = {prompt: model.encoded().prompt_of(prompt) for prompt in config.sample.prompts}
+        folder = model.encoded()
+        encoded = {prompt: folder.prompt_of(prompt) for prompt in config.sample.prompts}
         if missing := [prompt for prompt, found in encoded.items() if found is None]:
             raise UserError(f"{given}: sample.prompts has '{missing[0]}', which is encoded with dataset=captioned only")
         return cls(encoded, sample_size(config), steps, config.seed)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from models.pipelines.calls import ASKED, NetworkCall
 from models.pipelines.encoded import INDEX, EncodedFolder
@@ -198,7 +197,7 @@ class Captioned:
             found = self.encoded.read(self._key(picture, flip))
             mean, std = found[LATENTS]
             images.append(mean + std * torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed)))
-            masks.append(found.get(MASK, torch.ones(1, *mean.shape[-2:])))
+            masks.append(found.get(MASK, torch.ones(mean.shape[-2:])))
             call = self._call_of(tuple(mean.shape))
             own = self.encoded.read(_caption_key(_asked(picture)))
             if without_caption:
@@ -206,7 +205,6 @@ class Captioned:
             conditions.append(own)
         batch = {IMAGES: torch.stack(images)}
         if self._masked:
-            masks = [interpolate(mask[None], size=mean.shape[-2:], mode="area")[0, 0] for mask in masks]
             batch[LOSS_MASK] = torch.stack(masks)
         try:
             merged = call.merged(conditions)
