@@ -67,6 +67,18 @@ def vae(**options: object) -> nn.Module:
     ).eval()
 
 
+def unet(**options: object) -> nn.Module:
+    return diffusers.UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=4,
+        **options,
+    )
+
+
 def flux() -> DiffusionPipeline:
     transformer = diffusers.FluxTransformer2DModel(
         in_channels=16,
@@ -117,19 +129,13 @@ def sd3() -> DiffusionPipeline:
 
 
 def sdxl() -> DiffusionPipeline:
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    network = unet(
         attention_head_dim=(2, 4),
         use_linear_projection=True,
         addition_embed_type="text_time",
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=80,
         cross_attention_dim=64,
-        norm_num_groups=4,
     )
     return diffusers.StableDiffusionXLPipeline(
         scheduler=diffusers.EulerDiscreteScheduler(
@@ -140,7 +146,7 @@ def sdxl() -> DiffusionPipeline:
         tokenizer=clip_tokenizer(),
         text_encoder_2=clip(projection=True),
         tokenizer_2=clip_tokenizer(),
-        unet=unet,
+        unet=network,
     )
 
 
@@ -264,16 +270,6 @@ def ltx() -> DiffusionPipeline:
 
 
 def stable_diffusion() -> DiffusionPipeline:
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-        cross_attention_dim=32,
-        norm_num_groups=4,
-    )
     return diffusers.StableDiffusionPipeline(
         scheduler=diffusers.PNDMScheduler(
             skip_prk_steps=True, beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
@@ -281,7 +277,7 @@ def stable_diffusion() -> DiffusionPipeline:
         vae=vae(),
         text_encoder=clip(),
         tokenizer=clip_tokenizer(),
-        unet=unet,
+        unet=unet(attention_head_dim=4, cross_attention_dim=32),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
