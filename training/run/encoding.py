@@ -33,7 +33,7 @@ def encode_missing(dataset: object, components: Components) -> None:
         return
     model = components.model
     if not isinstance(model, PipelineModel):
-        raise UserError("dataset=captioned: take model=pipeline model.source=FOLDER, the folder of a whole pipeline")
+        raise UserError("dataset=captioned: take model=pipeline model.source=SOURCE, a whole pipeline")
     wanted = components.config.sample.prompts or () if components.config.sample.every is not None else ()
     prompts = [prompt for prompt in wanted if dataset.encoded.prompt_of(prompt) is None]
     if (missing := dataset.missing()) or prompts:

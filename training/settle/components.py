@@ -34,7 +34,8 @@ from training.config.adapter import NoAdapter, has_adapter
 from training.config.construct import keys_under, make_mode
 from training.config.declare import AUTO
 from training.config.modes import weights_node
-from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
+from training.config.schema import OnNonfinite, Pipeline, Precision, RecomputeBlocks
+from training.data.pipeline_folder import pipeline_folder
 from training.errors import UserError
 from training.metrics.progress import phase
 from training.parallel.ranks import shares_homes
@@ -260,7 +261,8 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
     arguments = OmegaConf.to_container(config.model, resolve=True)
     arguments.pop("weights")
     if "source" in arguments:
-        arguments["source"] = local_source(arguments["source"])
+        whole = arguments["_target_"] == Pipeline._target_
+        arguments["source"] = str((pipeline_folder if whole else local_source)(arguments["source"]))
         # Before the module that makes the model: transformers imports them with it.
         import_quantisers()
     try:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from urllib.parse import parse_qs, unquote
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 
 MAIN = "main"
 FILES = {
@@ -133,5 +133,7 @@ def ask_here(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", address)
+    # Made when the client was imported; diffusers asks it.
+    monkeypatch.setattr(hf_api.api, "endpoint", address)
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ from training.data.captioned.pictures import CaptionedPicture, Cropped, content_
 from training.data.examples import check_share
 from training.data.packing import epoch_order, random_words
 from training.data.pictures import LOSS_MASK, check_ground
+from training.data.pipeline_folder import pipeline_folder
 from training.errors import UserError
-from training.runs.files import home_expanded
 
 LATENTS, MASK, IMAGES = "latents", "mask", "images"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -64,7 +63,7 @@ class Captioned:
         masked: the loss counts where a picture is opaque, or where NAME-mask.png is white.
         caption_dropout: the share of examples that get the empty caption, for guidance (Ho and Salimans 2022).
         eval_share: the share of the pictures, random ones, that is held out for evaluation.
-        pipeline, precision: the folder of the pipeline, and the precision of its encoders.
+        pipeline, precision: the folder of the pipeline or its name on the Hub, and the precision of its encoders.
 
     Raises UserError if there are no pictures, or one cannot be used.
     """
@@ -227,10 +226,10 @@ class Captioned:
 
 
 def encoded_by(pipeline: str | None, precision: str) -> EncodedFolder:
-    """Returns the results of the encoders of the pipeline in the folder `pipeline`. Raises UserError without one."""
-    folder = None if pipeline is None else Path(home_expanded("model.source", pipeline))
+    """Returns the results of the encoders of `pipeline`, a value of model.source. Raises UserError without one."""
+    folder = None if pipeline is None else pipeline_folder(pipeline)
     if folder is None or not (folder / INDEX).is_file():
-        raise UserError("dataset=captioned: take model=pipeline model.source=FOLDER, the folder of a whole pipeline")
+        raise UserError("dataset=captioned: take model=pipeline model.source=SOURCE, a whole pipeline")
     return EncodedFolder(folder, DTYPES[str(precision)])
 
 

@@ -122,9 +122,9 @@ def test_a_plans_batch_has_the_shapes_of_a_run(pipeline: Path, tmp_path: Path):
 
 
 def test_without_a_pipeline_it_is_refused():
-    with pytest.raises(UserError, match=r"dataset=captioned: take model=pipeline model\.source=FOLDER"):
+    with pytest.raises(UserError, match=r"dataset=captioned: take model=pipeline model\.source=SOURCE"):
         Captioned.meta_batch(1)
-    with pytest.raises(UserError, match=r"dataset=captioned: take model=pipeline model\.source=FOLDER"):
+    with pytest.raises(UserError, match=r"dataset=captioned: take model=pipeline model\.source=SOURCE"):
         Captioned.meta_batch(1, pipeline="unet_small")
 
 
