@@ -283,7 +283,7 @@ def _leaves(pipeline: str, name: str, first: Any, other: Any, twice: Any, both: 
         grown = [dim for dim in range(first.ndim) if twice.shape[dim] == 2 * first.shape[dim] == 2]
         batch_dim = grown[0] if grown else None
         if other.shape == first.shape and torch.equal(other, first):
-            return Leaf(first.cpu(), batch_dim=batch_dim)
+            return Leaf(first, batch_dim=batch_dim)
         if batch_dim is None:
             raise NotTrainableError(f"{name} of {pipeline}'s network depends on the caption, and has no batch")
         rows = both.unbind(batch_dim)

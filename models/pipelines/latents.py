@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.pipelines.recording import Asked, NotTrainableError, Recorder, places_in
+from models.pipelines.recording import CPU, Asked, NotTrainableError, Recorder, moved, places_in
 
 # Of normally distributed numbers in bfloat16.
 ROUNDING = 0.1
@@ -58,7 +58,7 @@ def check_normalisation(recorder: Recorder, vae: nn.Module, size: tuple[int, int
     raw = torch.randn(noise, generator=torch.Generator().manual_seed(0))
     decoded = recorder.decoded(asked, lambda latents: raw.flatten()[places].view(latents.shape).to(latents), vae)
     shift, scale = normalisation(vae, decoded.ndim)
-    again = (decoded.float().cpu() - _cpu(shift)) * _cpu(scale)
+    again = (decoded.float().cpu() - moved(shift, CPU)) * moved(scale, CPU)
     if again.numel() != raw.numel() or float((again - raw.view(again.shape)).abs().max()) > ROUNDING:
         raise NotTrainableError(f"{recorder.name} normalises the latents of {type(vae).__name__} in an unknown way")
 
@@ -68,7 +68,3 @@ def _numbers(vae: nn.Module, name: str, ndim: int) -> Tensor | None:
     found = getattr(vae.config, name, None)
     found = dict(vae.named_buffers()).get(name) if found is None else found
     return None if found is None else torch.as_tensor(found).float().view(1, -1, *[1] * (ndim - 2)).to(vae.device)
-
-
-def _cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

@@ -27,6 +27,7 @@ BASE = 64
 TIME = "timestep"
 # Prompts whose embeddings are kept, on the device: those of one record and of the next size.
 REMEMBERED = 8
+CPU = torch.device("cpu")
 
 
 class NotTrainableError(ValueError):
@@ -45,7 +46,7 @@ class Asked:
 
 @dataclass
 class Record:
-    """The calls of one run of a pipeline.
+    """The calls of one run of a pipeline, with all tensors on the CPU.
 
     Attributes:
         arguments: those of the network's first call, by name.
@@ -211,10 +212,10 @@ class Recorder:
         first = next(iter(bound))
         if not isinstance(bound[first], Tensor) or not isinstance(bound.get(TIME), Tensor):
             raise NotTrainableError(f"{self.name} calls its network with something else than a tensor and its timestep")
-        record.times.append(bound[TIME])
+        record.times.append(bound[TIME].cpu())
         if len(record.times) == 2:
             raise _EnoughError
-        record.arguments = bound
+        record.arguments = moved(bound, CPU)
         shape = list(bound[first].shape)
         config = self._network.config
         if config.get("out_channels") and config["out_channels"] == 2 * config["in_channels"]:
@@ -224,9 +225,18 @@ class Recorder:
         return (digits_of(shape, digit).to(bound[first]),)
 
     def _step(self, record: Record, predicted: Tensor, step: Any, sample: Tensor, *_: Any, **__: Any) -> _Stepped:
-        record.predicted, record.sample = predicted, sample
+        record.predicted, record.sample = predicted.cpu(), sample.cpu()
         record.steps = [float(number) for number in self._pipeline.scheduler.timesteps[:2]]
         return _Stepped((sample,))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Returns `value`, a tensor or containers of tensors, with all tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(each, device) for key, each in value.items()}
+    return type(value)(moved(each, device) for each in value) if isinstance(value, (list, tuple)) else value
 
 
 def digits_of(shape: Sequence[int], digit: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.pipelines.opening import open_pipeline
-from models.pipelines.recording import Asked, Recorder
+from models.pipelines.recording import CPU, Asked, Recorder, moved
 
 
 class _StoppedError(Exception):
@@ -48,7 +48,7 @@ class PipelineSampler:
         """
         vae, asked = self._pipeline.vae, Asked((prompt,), size, size)
         given = self._recorder.given(asked, steps=steps, guidance=None, output_type="pt")
-        results = iter(_moved(list(encoded), self._device))
+        results = iter(moved(list(encoded), self._device))
 
         def ended(pipeline: Any, step: int, time: Any, tensors: dict) -> dict:
             if stopped():
@@ -70,10 +70,4 @@ class PipelineSampler:
 
 def encoded_prompt(recorder: Recorder, prompt: str, size: tuple[int, int]) -> list[Any]:
     """Returns what the pipeline's `encode_prompt` returns for `prompt` with its own guidance, on the CPU."""
-    return _moved(recorder.encoded(Asked((prompt,), size, size)), torch.device("cpu"))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return type(value)(_moved(each, device) for each in value) if isinstance(value, (list, tuple)) else value
+    return moved(recorder.encoded(Asked((prompt,), size, size)), CPU)

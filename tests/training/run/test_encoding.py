@@ -56,6 +56,19 @@ def test_losses_are_equal_under_each_mode_and_encoders_run_once(
         monkeypatch.setattr(encoding, "open_pipeline", None)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PIPELINES)
+def test_on_a_gpu_losses_and_samples_are_equal(name: str, pipeline_of, pictures: Path, tmp_path: Path):
+    overrides = [*given(name, pipeline_of(name), pictures), "device=cuda", "precision=bf16", "task.sample_steps=2"]
+    found = {}
+    for mode in ("none", "layer_stream"):
+        run_here(tmp_path / mode, *overrides, f"offload={mode}", "sample.every=2", "sample.prompts=[cat]")
+        samples = sorted((tmp_path / mode / "samples").iterdir())
+        found[mode] = losses(tmp_path / mode), [sample.read_bytes() for sample in samples]
+        assert len(samples) == 2
+    assert found["none"] == found["layer_stream"]
+
+
 @pytest.mark.parametrize("mode", ["layer_stream", "bounce_linear"])
 def test_encoders_under_a_mode_make_what_they_make_on_the_device(
     mode: str, pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
