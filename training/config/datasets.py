@@ -147,6 +147,12 @@ class CaptionedPictures(Built):
     _target_: str = "training.data.captioned.dataset.Captioned"
     # One folder, a list of them, or {folder: repeats}; OmegaConf has no type for that.
     folder: Any = MISSING
+    name: str | None = MISSING
+    config_name: str | None = MISSING
+    split: str = MISSING
+    revision: str | None = MISSING
+    image_column: str = MISSING
+    text_column: str = MISSING
     size: int = number(at_least=16)
     multiple: int = number(at_least=8)
     flip: bool = MISSING

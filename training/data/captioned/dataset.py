@@ -15,8 +15,16 @@ from models.pipelines.calls import ASKED, NetworkCall
 from models.pipelines.encoded import INDEX, EncodedFolder
 from models.pipelines.recording import Asked
 from training.data.captioned.buckets import BucketBatches
+from training.data.captioned.columns import pictures_in_columns
 from training.data.captioned.folders import folders_of
-from training.data.captioned.pictures import CaptionedPicture, Cropped, content_key, cropped, find_pictures
+from training.data.captioned.pictures import (
+    CaptionedPicture,
+    Cropped,
+    content_key,
+    cropped,
+    find_pictures,
+    in_buckets,
+)
 from training.data.examples import check_share
 from training.data.packing import epoch_order, random_words
 from training.data.pictures import LOSS_MASK, check_ground
@@ -47,7 +55,7 @@ class Missing:
 
 
 class Captioned:
-    """Folders of pictures with captions, for a model with its pipeline (model=pipeline).
+    """Pictures with captions, for a model with its pipeline (model=pipeline): in folders, or in columns of a dataset.
 
     The pictures of a batch have one size, that of a bucket: of about `size` x `size` pixels, with the picture's aspect
     ratio. A batch has `images`, the normalised latents, float32 [B, ...], drawn anew from the VAE's distribution for
@@ -55,7 +63,9 @@ class Captioned:
     `loss_mask`, float32 [B, height, width] of the latents, from 0 to 1.
 
     Args:
-        folder: a folder, several, or a dictionary of folders with the times that an epoch shows their pictures.
+        folder: a folder, several, or a dictionary of folders with the times that an epoch shows their pictures; None
+            where there is a `name`.
+        name, config_name, split, revision, image_column, text_column: see `columns.pictures_in_columns`.
         size: the edge in pixels of a square of as many pixels as a picture gets.
         multiple: the sides of a picture are multiples of it.
         flip: half of the pictures are mirrored, others in each epoch.
@@ -70,7 +80,13 @@ class Captioned:
 
     def __init__(
         self,
-        folder: str | Sequence[str] | Mapping[str, int],
+        folder: str | Sequence[str] | Mapping[str, int] | None = None,
+        name: str | None = None,
+        config_name: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        image_column: str = "image",
+        text_column: str = "text",
         size: int = 1024,
         multiple: int = 64,
         flip: bool = False,
@@ -88,7 +104,13 @@ class Captioned:
         check_ground(ground)
         self.encoded = encoded_by(pipeline, precision)
         self._flip, self._ground, self._masked, self._dropout = flip, ground, masked, caption_dropout
-        found = find_pictures(folders_of(folder), size=size, multiple=multiple)
+        if (folder is None) == (name is None):
+            raise UserError("dataset=captioned: give dataset.folder=DIR or dataset.name=OWNER/NAME, one of them")
+        if name is None:
+            found = find_pictures(folders_of(folder), size=size, multiple=multiple)
+        else:
+            rows = pictures_in_columns(name, config_name, split, revision, image_column, text_column)
+            found = in_buckets(rows, size=size, multiple=multiple)
         # Of all folders, in an order of their own.
         found = [found[number] for number in epoch_order(len(found), HELD_OUT, 0)]
         count = int(len(found) * eval_share)

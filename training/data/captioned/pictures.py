@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from training.data.captioned.captions import captions_below
+from training.data.captioned.columns import ColumnPicture
 from training.data.captioned.sizes import bucket_sizes, nearest_bucket
 from training.data.images import EXTENSIONS, files_below
 from training.data.packing import random_words
@@ -28,16 +29,17 @@ OTHER_PICTURES = (".avif", ".heic", ".heif", ".jxl")
 
 @dataclass(frozen=True)
 class CaptionedPicture:
-    """A picture in a folder.
+    """A picture in a folder, or in a column of a dataset.
 
     Attributes:
+        path: where its file is.
         repeats: how often an epoch shows it.
         size: height and width of its bucket, in pixels.
         original_size: height and width as found, upright.
         mask_path: NAME-mask.png beside NAME; None if there is none.
     """
 
-    path: Path
+    path: Path | ColumnPicture
     caption: str
     repeats: int
     size: tuple[int, int]
@@ -75,6 +77,19 @@ def find_pictures(folders: Mapping[Path, int], *, size: int, multiple: int) -> l
     """
     sizes = bucket_sizes(size, multiple)
     return [found for folder, repeats in folders.items() for found in _in_folder(folder, repeats, sizes)]
+
+
+def in_buckets(found: Iterable[tuple[ColumnPicture, str]], *, size: int, multiple: int) -> list[CaptionedPicture]:
+    """Returns pictures in a column with these captions, each shown once. Args and errors are those of `find_pictures`.
+
+    They have no masks of their own.
+    """
+    sizes, pictures = bucket_sizes(size, multiple), []
+    for path, caption in found:
+        original_size = upright_size(path.read(), str(path))
+        size = nearest_bucket(*original_size, sizes)
+        pictures.append(CaptionedPicture(path, caption, 1, size, original_size, None))
+    return pictures
 
 
 def _in_folder(folder: Path, repeats: int, sizes: list[tuple[int, int]]) -> Iterator[CaptionedPicture]:
@@ -115,7 +130,7 @@ def cropped(
     Raises UserError for a picture that cannot be used or has changed since it was found, and for a mask that is
     transparent itself, or leaves nothing to train on.
     """
-    image, alpha = decoded_with_alpha(picture.path, str(picture.path), ground)
+    image, alpha = decoded_with_alpha(_file(picture.path), str(picture.path), ground)
     if image.size != picture.original_size[::-1]:
         raise UserError(f"dataset: the picture {picture.path} has changed since the run began: start again")
     masks = [alpha] if alpha_mask and alpha is not None else []
@@ -165,9 +180,16 @@ def content_key(picture: CaptionedPicture, **options: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(path: Path) -> str:
+def _file(path: Path | ColumnPicture) -> Path | bytes:
+    return path if isinstance(path, Path) else path.read()
+
+
+def _digest(path: Path | ColumnPicture) -> str:
+    found = _file(path)
+    if isinstance(found, bytes):
+        return hashlib.sha256(found).hexdigest()
     try:
-        with opened(path) as file:
+        with opened(found) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (UnreadableError, OSError) as error:
         raise UserError(f"dataset: cannot use the picture {path}: {error}; repair or remove it") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from PIL import Image
@@ -119,6 +120,29 @@ def test_a_plans_batch_has_the_shapes_of_a_run(pipeline: Path, tmp_path: Path):
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
         name: (tensor.shape, tensor.dtype) for name, tensor in real.items()
     }
+
+
+def test_a_dataset_with_columns_has_the_batches_of_a_folder(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = draw_pictures(tmp_path / "a")
+    rows = [
+        {"image": path.read_bytes(), "text": path.with_suffix(".txt").read_text()}
+        for path in sorted(folder.glob("*.png"))
+    ]
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    found = dataset_of(pipeline, folder, "dataset.folder=null", f"dataset.name={tmp_path / 'rows.parquet'}")
+    expected = dataset_of(pipeline, folder)
+    assert found.data_sha256 == expected.data_sha256
+    for name, tensor in expected.batch(0).items():
+        assert torch.equal(found.batch(0)[name], tensor)
+
+
+@pytest.mark.parametrize("given", [{}, {"folder": "a", "name": "me/data"}])
+def test_pictures_come_from_one_place(pipeline: Path, given: dict[str, str]):
+    with pytest.raises(UserError, match=r"^dataset=captioned: give dataset\.folder=DIR or dataset\.name="):
+        Captioned(**given, pipeline=str(pipeline), seed=0, batch_size=1)
 
 
 def test_without_a_pipeline_it_is_refused():
