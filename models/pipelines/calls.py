@@ -25,7 +25,7 @@ from models.pipelines.recording import (
 )
 
 # Captions of different lengths, also in tokens: what differs between their records depends on the caption.
-PROBES = ("", "a photograph of a red cube, two green spheres and 7 yellow cones on a table; soft light, high contrast.")
+PROBE = "a photograph of a red cube, two green spheres and 7 yellow cones on a table; soft light, high contrast."
 # Before the names of conditions in a batch: a task passes these on as they are.
 ASKED = "asked."
 # Of text encoders in bfloat16 for two captions at once, and one after the other.
@@ -70,6 +70,7 @@ class NetworkCall:
             predicts the negative.
         time_dtype, time_shape, count: the dtype of the network's time, the shape of an example's after the first
             dimension, and a row of `COUNTS`.
+        size: of the pictures, (height, width) in pixels.
     """
 
     noise: tuple[int, ...]
@@ -82,11 +83,16 @@ class NetworkCall:
     time_dtype: torch.dtype
     time_shape: tuple[int, ...]
     count: tuple[int, int, int]
+    size: tuple[int, int]
 
     @classmethod
-    def of(cls, recorder: Recorder, size: tuple[int, int]) -> NetworkCall:
-        """Asks a pipeline for its call for pictures of `size`, (height, width) in pixels. Raises NotTrainableError."""
-        plain = Asked(PROBES[:1], size, size)
+    def of(cls, recorder: Recorder, size: tuple[int, int], longest: str = "") -> NetworkCall:
+        """Asks a pipeline for its call for pictures of `size`, (height, width) in pixels. Raises NotTrainableError.
+
+        `longest` is a caption, which is asked for where `PROBE` is shorter.
+        """
+        probes = "", max(PROBE, longest, key=len)
+        plain = Asked(probes[:1], size, size)
         first, *_ = records = recorder.record_digits(plain)
         latents = next(iter(first.arguments))
         count = int(torch.Size(first.noise[1:]).numel())
@@ -98,9 +104,9 @@ class NetworkCall:
         answer = answer_places(recorder, plain, records, count)
         order = torch.empty(count, dtype=torch.int64)
         order[sample[0]] = answer.abs() - 1
-        other = recorder.record(Asked(PROBES[1:], size, (size[0] * 2, size[1] * 3), (4, 8)))
-        twice = recorder.record(Asked(PROBES[:1] * 2, size, size))
-        both = recorder.record(Asked(PROBES, size, size))
+        other = recorder.record(Asked(probes[1:], size, (size[0] * 2, size[1] * 3), (4, 8)))
+        twice = recorder.record(Asked(probes[:1] * 2, size, size))
+        both = recorder.record(Asked(probes, size, size))
         compared = (first, other, twice, both)
         names = [name for name in first.arguments | both.arguments if name not in (latents, TIME)]
         time = first.times[0]
@@ -118,8 +124,9 @@ class NetworkCall:
             time_dtype=time.dtype,
             time_shape=tuple(time.shape[1:]),
             count=_count(recorder.name, first),
+            size=size,
         )
-        made._check_batch(recorder, size, both)
+        made._check_batch([recorder.record(Asked((probe,), size, size)) for probe in probes], both, recorder.name)
         return made
 
     def on(self, device: torch.device) -> NetworkCall:
@@ -222,18 +229,17 @@ class NetworkCall:
             return {key: self._value(each, f"{name}.{key}", rows, batch) for key, each in tree.items()}
         return type(tree)(self._value(each, f"{name}.{n}", rows, batch) for n, each in enumerate(tree))
 
-    def _check_batch(self, recorder: Recorder, size: tuple[int, int], both: Record) -> None:
+    def _check_batch(self, alone: Sequence[Record], both: Record, pipeline: str) -> None:
         """Raises NotTrainableError where the pipeline makes something else of two captions than `merged` does."""
-        alone = [self.conditions(recorder.record(Asked((caption,), size, size))) for caption in PROBES]
         try:
-            merged = self.merged(alone)
+            merged = self.merged([self.conditions(record) for record in alone])
         except ValueError:
             # Batches of captions of one length remain.
             return
         for name, value in merged.items():
             found = _part_of(both.arguments, name)
             if found is None or found.shape != value.shape or not _alike(found, value):
-                raise NotTrainableError(f"{recorder.name} joins captions in an unknown way: {name}")
+                raise NotTrainableError(f"{pipeline} joins captions in an unknown way: {name}")
 
     def state(self) -> dict[str, Any]:
         """Returns the call as plain containers and tensors, for `torch.save`."""

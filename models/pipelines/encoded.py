@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from models.quantise_cache import source_digest
 # What the results do not depend on.
 OTHERS = ("transformer", "unet", "scheduler", "feature_extractor", "safety_checker")
 INDEX = "model_index.json"
+# Of the files; those of another one are not read.
+VERSION = 2
+# The calls of plans that are being made, by the path of the folder and the shape of latents.
+_planned: dict[Path, dict[tuple[int, ...], NetworkCall]] = {}
 
 
 class EncodedFolder:
@@ -31,7 +36,7 @@ class EncodedFolder:
 
     def __init__(self, pipeline: Path, dtype: torch.dtype):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        name = f"{digest_of(pipeline)[:16]}-{str(dtype).removeprefix('torch.')}"
+        name = f"{digest_of(pipeline)[:16]}-{str(dtype).removeprefix('torch.')}-{VERSION}"
         self.path = cache / "offload-training" / "encoded" / name
 
     def has(self, key: str) -> bool:
@@ -61,6 +66,8 @@ class EncodedFolder:
 
     def call_of(self, noise: Sequence[int]) -> NetworkCall | None:
         """Returns the network's call for latents of the shape `noise`; None: it was not asked for yet."""
+        if found := _planned.get(self.path, {}).get(tuple(noise)):
+            return found
         file = self._call_file(noise)
         return NetworkCall.from_state(torch.load(file, weights_only=True)) if file.is_file() else None
 
@@ -68,7 +75,17 @@ class EncodedFolder:
         """Returns all that are known, the one of the largest latents first."""
         files = self.path.glob("call-*.pt")
         calls = [NetworkCall.from_state(torch.load(file, weights_only=True)) for file in files]
-        return sorted(calls, key=lambda call: (-torch.Size(call.noise).numel(), call.noise))
+        calls = {call.noise: call for call in calls} | _planned.get(self.path, {})
+        return sorted(calls.values(), key=lambda call: (-torch.Size(call.noise).numel(), call.noise))
+
+    @contextmanager
+    def planned(self, calls: Sequence[NetworkCall]) -> Iterator[None]:
+        """Has `calls` known inside the block, and not kept: those that a plan has asked for without values."""
+        _planned[self.path] = {call.noise: call for call in calls}
+        try:
+            yield
+        finally:
+            del _planned[self.path]
 
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"

@@ -76,7 +76,8 @@ class PipelineModel(DiffusionModel):
 
     def tokens(self, shape: Sequence[int]) -> int | None:
         """Returns the tokens of latents of `shape`, [C, ...]; None where the network does not take a sequence."""
-        call = self.call_of(shape, torch.device("cpu"))
+        # Not that of a forward on values: a plan asks too, before its call is kept.
+        call = self.call_of(shape, torch.device("meta"))
         return call.shape[0] if len(call.shape) == 2 else None
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,8 +16,17 @@ from models.pipelines.encoded import INDEX
 from models.quiet_imports import without_remarks
 
 
-def open_pipeline(folder: Path, network: nn.Module, dtype: torch.dtype, *, without_text_encoders: bool = False) -> Any:
+def open_pipeline(
+    folder: Path,
+    network: nn.Module,
+    dtype: torch.dtype,
+    *,
+    without_text_encoders: bool = False,
+    parts: Mapping[str, nn.Module | None] = MappingProxyType({}),
+) -> Any:
     """Returns the pipeline in `folder` with `network` as its transformer or UNet; all else has its values, in `dtype`.
+
+    `parts` take the places of its own, by name.
 
     Raises ValueError in one line for a folder that diffusers cannot open.
     """
@@ -24,7 +35,7 @@ def open_pipeline(folder: Path, network: nn.Module, dtype: torch.dtype, *, witho
 
         # Asked of its own class, diffusers does not load a network that it is given.
         index = read_object(folder / INDEX, "download the pipeline again")
-        kind, given = getattr(diffusers, index["_class_name"]), {prefix_of(network): network}
+        kind, given = getattr(diffusers, index["_class_name"]), {prefix_of(network): network, **parts}
         if without_text_encoders:
             given |= {part: None for part in index if part.startswith("text_encoder")}
         try:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -80,6 +81,10 @@ class Recorder:
         """`device` is that of the text encoders' inputs. The class of `pipeline` changes, so that it computes there."""
         kind = type(pipeline)
         pipeline.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda _: device)})
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module) and part is not network:
+                # By this, diffusers knows where inputs go to a part whose weights are somewhere else.
+                part._hf_hook = SimpleNamespace(execution_device=device)
         pipeline.set_progress_bar_config(disable=True)
         self._pipeline, self._network = pipeline, network
         self._module = sys.modules[kind.__module__]

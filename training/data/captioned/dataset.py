@@ -25,6 +25,7 @@ from training.data.captioned.pictures import (
     find_pictures,
     in_buckets,
 )
+from training.data.captioned.sizes import bucket_sizes
 from training.data.examples import check_share
 from training.data.packing import epoch_order, random_words
 from training.data.pictures import LOSS_MASK, check_ground
@@ -127,16 +128,26 @@ class Captioned:
 
     @staticmethod
     def meta_batch(
-        rows: int, *, pipeline: str | None = None, precision: str = "bf16", masked: bool = False, **_others: object
+        rows: int,
+        *,
+        size: int = 1024,
+        multiple: int = 64,
+        pipeline: str | None = None,
+        precision: str = "bf16",
+        masked: bool = False,
+        **_others: object,
     ) -> dict[str, Tensor]:
-        """Returns a batch of the largest pictures that were encoded, on the meta device, for these keys of the option.
+        """Returns a batch of the largest pictures whose network's call is known, on the meta device.
+
+        The arguments are keys of the option: pictures of other sizes do not count.
 
         Raises UserError before any was.
         """
-        calls = encoded_by(pipeline, precision).calls()
+        sizes = bucket_sizes(size, multiple)
+        calls = [call for call in encoded_by(pipeline, precision).calls() if call.size in sizes]
         if not calls:
             raise UserError(
-                "dataset=captioned: its pictures are not encoded yet, and a plan does not do that: begin a run first"
+                "dataset=captioned: its pictures are not encoded yet, and this pipeline needs values: begin a run first"
                 " (steps=1 plan=false)"
             )
         noise = calls[0].noise

@@ -115,7 +115,7 @@ def test_held_out_pictures_are_in_no_batch(pipeline: Path, tmp_path: Path):
 
 def test_a_plans_batch_has_the_shapes_of_a_run(pipeline: Path, tmp_path: Path):
     dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"))
-    found = Captioned.meta_batch(2, pipeline=str(pipeline), precision="fp32")
+    found = Captioned.meta_batch(2, size=64, multiple=32, pipeline=str(pipeline), precision="fp32")
     real = max((dataset.batch(number) for number in range(4)), key=lambda batch: batch["images"].numel())
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
         name: (tensor.shape, tensor.dtype) for name, tensor in real.items()
