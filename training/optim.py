@@ -51,8 +51,10 @@ class AdamW(HostAdamW):
         )
 
 
-def warn_of_warmup(config: DictConfig) -> None:
-    """Warns of a warm-up that lasts beyond the last step."""
+def warn_of_rates(config: DictConfig) -> None:
+    """Warns of a learning rate of 0, and of a warm-up that lasts beyond the last step."""
+    if not config.optimizer.lr:
+        logger.warning("optimizer.lr=%s: nothing learns: take auto, or a number above 0", config.optimizer.lr)
     if config.schedule.warmup >= config.steps:
         # Not refused: a model option may bring a warm-up for longer runs.
         logger.warning(

@@ -13,7 +13,7 @@ from torch import nn
 from tests.training.helpers.in_process import composed
 from training.config.validation import check
 from training.errors import UserError
-from training.optim import build_schedule, warn_of_warmup
+from training.optim import build_schedule, warn_of_rates
 
 OPTIMIZERS = [
     pytest.param(["optimizer=adamw"], id="adamw"),
@@ -33,7 +33,7 @@ def checked(*overrides: str) -> DictConfig:
 
 def rates(*overrides: str, beyond: int = 0) -> list[float]:
     """The learning rate of each step of a run, as shares of optimizer.lr."""
-    config = checked(*overrides, "optimizer.lr=0.5")
+    config = checked("schedule.warmup=0", "optimizer.weight_decay=0", *overrides, "optimizer.lr=0.5")
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = instantiate(config.optimizer, params=[weight])
     schedule = build_schedule(config, optimizer)
@@ -65,15 +65,21 @@ def test_factors_are_those_worked_out_by_hand(overrides: list[str], expected: li
 
 
 def test_a_warm_up_that_never_ends_is_named_once(caplog: pytest.LogCaptureFixture):
-    config = checked("steps=3", "schedule.warmup=3")
+    config = checked("steps=3", "schedule.warmup=3", "optimizer.lr=1", "optimizer.weight_decay=0")
     check(config)
     # Every rank makes a schedule.
     build_schedule(config, instantiate(config.optimizer, params=[nn.Parameter(torch.ones(2, 2))]))
-    warn_of_warmup(checked("steps=3", "schedule.warmup=2"))
+    warn_of_rates(checked("steps=3", "schedule.warmup=2", "optimizer.lr=1"))
     assert not caplog.records
-    warn_of_warmup(config)
+    warn_of_rates(config)
     (record,) = caplog.records
     assert record.getMessage().startswith("schedule.warmup=3 is not below steps=3: ")
+
+
+def test_a_learning_rate_of_nothing_is_named(caplog: pytest.LogCaptureFixture):
+    warn_of_rates(checked("optimizer.lr=0", "schedule.warmup=0"))
+    (record,) = caplog.records
+    assert record.getMessage() == "optimizer.lr=0: nothing learns: take auto, or a number above 0"
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
@@ -83,7 +89,8 @@ def test_after_the_last_step_the_rate_stays_at_its_final_share(name: str):
 
 
 def test_groups_keep_their_proportions_and_what_does_not_decay_its_zero():
-    config = checked("optimizer=host_adamw", "schedule.warmup=1", "steps=2")
+    given = ("optimizer.lr=2e-3", "optimizer.weight_decay=0.1")
+    config = checked("optimizer=host_adamw", "schedule.warmup=1", "steps=2", *given)
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     optimizer = instantiate(config.optimizer, params=[{"params": [matrix, vector]}, {"params": [], "lr": 1.0}])
     build_schedule(config, optimizer)

@@ -120,12 +120,20 @@ def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple
     return {
         name: (_shown(was.get(name, ABSENT)), _shown(now.get(name, ABSENT)))
         for name in sorted(was.keys() | now.keys())
-        if was.get(name, ABSENT) != now.get(name, ABSENT)
+        if not _same(was.get(name, ABSENT), now.get(name, ABSENT))
     }
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    values = ABSENT_OPTIMIZER_KEYS | dict(_leaves(config))
+def _same(was: Any, now: Any) -> bool:
+    """Tells whether two values are equal, as texts or as the numbers that they spell: 0 is 0.0."""
+    try:
+        return was == now or float(was) == float(now)
+    except (TypeError, ValueError):
+        return False
+
+
+    values = ABSENT_KEYS | dict(_leaves(config))
     if values.get("optimizer._target_") in SAME_OPTIMIZER:
         values["optimizer._target_"] = SAME_OPTIMIZER[0]
     return values

@@ -151,7 +151,7 @@ def _differing_options(chosen: dict[str, str], options: Sequence[dict[str, str]]
         follows = [other for other in options if place != "optimizer" or other.get("offload") == chosen.get("offload")]
         return any(other.get(place, option) != option for other in follows if _same_above(place, chosen, other))
 
-    named = {place: option for place, option in chosen.items() if place != "offload" and option != "none"}
+    named = {place: option for place, option in chosen.items() if place != "offload" and option not in ("none", AUTO)}
     return [f"{place.removeprefix('offload.')}={option}" for place, option in named.items() if differs(place, option)]
 
 

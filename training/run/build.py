@@ -17,7 +17,7 @@ from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
 from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
-from training.optim import build_schedule, warn_of_warmup
+from training.optim import build_schedule, warn_of_rates
 from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import memory_explained
 from training.planning.memory import planned_speculation
@@ -93,7 +93,7 @@ def build(
                 run.reference.fill(components)
             with phase("allocating the optimizer's states, choosing its kernel"):
                 optimizer = build_optimizer(components, attached.trained, speculation, ranks.cores)
-            warn_of_warmup(config)
+            warn_of_rates(config)
             schedule = build_schedule(config, optimizer)
             if checkpoint is not None:
                 with phase("restoring the checkpoint"):

@@ -137,7 +137,7 @@ def test_nothing_is_moved_to_memory_that_is_too_small(plans):
 )
 @pytest.mark.slow
 def test_advice_on_gradients_that_are_not_finite(overrides: tuple[str, ...], advice: str):
-    assert nonfinite_advice(composed(*overrides)[0]) == advice
+    assert nonfinite_advice(components_of(*overrides).config) == advice
     for piece in pieces(advice):
         check(composed(*overrides, *(f"{key}={value}" for key, value in piece.items()))[0])
 

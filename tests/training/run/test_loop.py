@@ -17,7 +17,7 @@ from offload.modes.mode import Attached
 from offload.modes.none import Resident
 from offload.streams.stream_checker import CheckedStreams
 from tests.models.helpers.small_diffusion import inputs_of, small
-from tests.training.helpers.in_process import TINY_RUN, command_here, composed, run_here
+from tests.training.helpers.in_process import TINY_RUN, command_here, components_of, run_here
 from training.batches import examples_in
 from training.data.synthetic_images import SyntheticImages
 from training.errors import UserError
@@ -229,7 +229,7 @@ def test_stop_ends_the_run_with_one_line(tmp_path: Path, options: tuple[str, ...
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: step 2: the gradient norm is ")
     assert "on_nonfinite=stop" in line
-    assert f"take {nonfinite_advice(composed(*SMALL, *options, *OVERFLOW)[0])}" in line
+    assert f"take {nonfinite_advice(components_of(*SMALL, *options, *OVERFLOW).config)}" in line
     assert len(records(tmp_path)) == 1
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 

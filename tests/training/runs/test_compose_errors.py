@@ -20,7 +20,7 @@ from training.runs.compose_errors import explain_refusal, is_refusal
     [
         ("offload=fast", "offload=fast: there is no such option; choose from "),
         ("steps=many", "steps=many: must be a whole number"),
-        ("optimizer.lr=fast", "optimizer.lr=fast: must be a number"),
+        ("optimizer.eps=fast", "optimizer.eps=fast: must be a number"),
         ("plan=perhaps", "plan=perhaps: must be true or false"),
         ("precision=fp16", "precision=fp16: choose from auto, bf16, fp32"),
         ("batch_size=null", "batch_size=null: must have a value"),

@@ -54,6 +54,7 @@ def ours(folder: Path, run_dir: Path, file: str, *keys: str) -> list[dict[str, f
         "tracking=disabled",
         f"optimizer.lr={LR}",
         "optimizer.weight_decay=0.01",
+        "schedule=constant",
         "schedule.warmup=0",
         *keys,
     )
