@@ -124,7 +124,6 @@ def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple
     }
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
 def _same(was: Any, now: Any) -> bool:
     """Tells whether two values are equal, as texts or as the numbers that they spell: 0 is 0.0."""
     try:
@@ -133,6 +132,7 @@ def _same(was: Any, now: Any) -> bool:
         return False
 
 
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
     values = ABSENT_KEYS | dict(_leaves(config))
     if values.get("optimizer._target_") in SAME_OPTIMIZER:
         values["optimizer._target_"] = SAME_OPTIMIZER[0]

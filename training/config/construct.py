@@ -42,7 +42,9 @@ def check_optimizer(config: DictConfig) -> None:
 
     Raises UserError naming the whole key for a value that does not fit.
     """
-    construct(config, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
+    # The class has defaults for what is chosen later.
+    known = OmegaConf.create({key: value for key, value in config.items() if value != AUTO})
+    construct(known, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
 
 
 def construct(config: DictConfig, key: str, **given: Any) -> Any:

@@ -22,6 +22,10 @@ SETTLED = (
     "offload.weights.resident",
     "model.weights",
     "dataset.tokenizer",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "schedule.warmup",
+    "seq_len",
 )
 
 
@@ -38,13 +42,18 @@ class Built:
     _convert_: str = "all"
 
 
-def schema_of(target: type, given: frozenset[str] = frozenset()) -> type:
+def schema_of(target: type, given: frozenset[str] = frozenset(), or_auto: frozenset[str] = frozenset()) -> type:
     """Makes the dataclass of a class: a key for each argument, with its type and default.
 
-    Arguments that code gives (`given`) are left out. The mode of the weights is an option of its own.
+    Arguments that code gives (`given`) are left out. Those of `or_auto` are numbers that may be auto. The mode of the
+    weights is an option of its own.
     """
     keys = [
-        (name, kind, field(default_factory=default.copy) if isinstance(default, list) else field(default=default))
+        (
+            name,
+            int | float | str if name in or_auto else kind,
+            field(default_factory=default.copy) if isinstance(default, list) else field(default=default),
+        )
         for name, kind, default in _arguments(target)
         if name not in given
     ]

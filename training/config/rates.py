@@ -1,72 +1,75 @@
-"""Learning rate, weight decay and warm-up by what trains: weights from the seed, pretrained weights, or an adapter.
+"""Values that suit what trains: how many parameters, from the seed, trained before, or frozen beside an adapter.
 
-Options have `${from_seed:VALUE,NAME}` for them, so that whatever else gives the key a value wins.
+Options have `auto` for them, so that whatever else gives the key a value wins. `training.settle` counts the parameters.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 
 from omegaconf import DictConfig, OmegaConf
 
 from training.config.adapter import has_adapter
 from training.config.declare import AUTO
 
-# Of all pretrained weights, and of an adapter beside them. 1e-5 is that of diffusers' examples/text_to_image and within
-# a factor of 2 of TRL's SFTConfig; 1e-4 that of diffusers' scripts for LoRA.
-LR = (1e-5, 1e-4)
-# By the class of the task. LoRA on language models: QLoRA (Dettmers et al. 2023), and TRL's page on peft. DPO: Zephyr's
-# recipes (Tunstall et al. 2023), config_full and config_qlora of the alignment handbook.
-LR_OF_TASK = {"CausalLM": (1e-5, 2e-4), "DPO": (5e-7, 5e-6)}
-# 0.01 is that of torch.optim.AdamW and of diffusers' scripts. None beside a frozen base: what decays there is the
-# difference from it.
-WEIGHT_DECAY = (1e-2, 0.0)
+# From the seed, by the number of parameters below which a rate holds: of text 6e-4 and 3e-4 as GPT-3's (Brown et al.
+# 2020, table 2.1), of images that of DiT (Peebles and Xie 2023). 1e-5, because the loss of a 7B model does not fall at
+# 1e-4 after WARMUP steps.
+SMALL = 50e6
+FROM_SEED = {
+    "text": {SMALL: 2e-3, 250e6: 6e-4, 3e9: 3e-4, math.inf: 1e-5},
+    "images": {SMALL: 2e-3, 3e9: 1e-4, math.inf: 1e-5},
+}
+# Of all pretrained weights: that of diffusers' examples/text_to_image and within a factor of 2 of TRL's SFTConfig. Of
+# an adapter: for images that of diffusers' train_text_to_image_lora.py and train_dreambooth_lora_flux.py, for text that
+# of QLoRA (Dettmers et al. 2023) and of TRL's page on peft. DPO: Zephyr's recipes (Tunstall et al. 2023), config_full
+# and config_qlora of the alignment handbook.
+PRETRAINED = {"text": 1e-5, "images": 1e-5, "DPO": 5e-7}
+ADAPTER = {"text": 2e-4, "images": 1e-4, "DPO": 5e-6}
+# From the seed: 0.1 is GPT-3's. 0.01 is that of torch.optim.AdamW and of diffusers' scripts. None beside a frozen base:
+# what decays there is the difference from it.
+DECAY = {"text": 0.1, "images": 0.01}
+DECAY_OF_PRETRAINED = 0.01
 # Not a share of the steps: a run may be resumed with more of them, and goes on under the same warm-up.
 WARMUP = 10
-KEYS = {"optimizer.lr": "lr", "optimizer.weight_decay": "weight_decay", "schedule.warmup": "warmup"}
-RESOLVER = "from_seed"
+# Tokens of a sequence, as far as the model has positions.
+SEQ_LEN, SHORT_SEQ_LEN = 2048, 256
+RECOMPUTE_FROM = 500e6
 
 
-def register() -> None:
-    """Makes the resolver known to OmegaConf."""
-    OmegaConf.register_new_resolver(RESOLVER, _from_seed, replace=True)
+def suit(config: DictConfig, parameters: int, *, is_text: bool, positions: int | None) -> dict[str, str]:
+    """Writes into `config` the values that are `auto`, of a model with so many `parameters` and at most `positions`.
 
-
-def pretrained(config: DictConfig) -> bool:
-    """Tells whether the run of `config` begins from weights that were trained before.
-
-    `auto` is taken for those of a folder with safetensors in it, or of a name with a slash, as names on the Hub are;
-    `training.settle` looks closer, and replaces it.
+    Returns the reasons by key; what a small model from the seed has needs none.
     """
-    weights = OmegaConf.select(config, "model.weights")
-    if weights != AUTO:
-        return weights is not None
-    source = OmegaConf.select(config, "model.source") or ""
-    folder = Path(source).expanduser()
-    return "/" in source if not folder.is_dir() else next(folder.rglob("*.safetensors"), None) is not None
-
-
-def fix_rates(config: DictConfig) -> dict[str, str]:
-    """Writes into `config` the values of KEYS that nobody gave. Returns the reasons of those of pretrained weights."""
+    loaded, adapter, small = config.model.weights is not None, has_adapter(config), parameters < SMALL
+    kind = "text" if is_text else "images"
+    task = str(config.task._target_).rpartition(".")[2]
+    of_task = task if task in ADAPTER else kind
+    of_size = next(rate for below, rate in FROM_SEED[kind].items() if parameters < below)
+    values = {
+        "optimizer.lr": ADAPTER[of_task] if adapter else PRETRAINED[of_task] if loaded else of_size,
+        "optimizer.weight_decay": 0.0 if adapter else DECAY_OF_PRETRAINED if loaded else DECAY[kind],
+        "schedule.warmup": WARMUP if loaded or not small else 0,
+        "seq_len": SHORT_SEQ_LEN if small else min(SEQ_LEN, positions or SEQ_LEN),
+    }
+    what = f"{shown(parameters)} {'pretrained ' if loaded else ''}parameters"
+    from_seed = "" if loaded else " from the seed"
+    why = f"because an adapter beside {what} trains" if adapter else f"because {what} train{from_seed}"
     reasons = {}
-    for key in KEYS:
-        group, name = key.split(".")
-        if not str(OmegaConf.to_container(config[group])[name]).startswith(f"${{{RESOLVER}:"):
+    for key, value in values.items():
+        if OmegaConf.select(config, key) != AUTO:
             continue
-        config[group][name] = value = config[group][name]
-        if pretrained(config):
-            trained = "an adapter of pretrained weights trains" if has_adapter(config) else "pretrained weights train"
-            reasons[key] = f"{value:g}, because {trained}"
+        OmegaConf.update(config, key, value)
+        if key == "seq_len":
+            if is_text and not small:
+                reasons[key] = f"{value}, because the model has {shown(parameters)} parameters"
+        elif loaded or adapter or not small:
+            reasons[key] = f"{value:g}, {why}"
     return reasons
 
 
-def _from_seed(value: float, name: str, *, _root_: DictConfig) -> float:
-    if not pretrained(_root_):
-        return value
-    task = str(OmegaConf.select(_root_, "task._target_")).rpartition(".")[2]
-    of_all, of_adapter = {
-        "lr": LR_OF_TASK.get(task, LR),
-        "weight_decay": WEIGHT_DECAY,
-        "warmup": (WARMUP, WARMUP),
-    }[name]
-    return of_adapter if has_adapter(_root_) else of_all
+def shown(parameters: int) -> str:
+    """Returns a number of parameters for people to read: 8.2 B, 124 M, 0.8 M."""
+    unit, name = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    return f"{parameters / unit:.{0 if parameters >= 10 * unit else 1}f} {name}"

@@ -18,7 +18,6 @@ from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from offload import HostAdamW
-from training.config import rates
 from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
 from training.config.adapter import has_adapter
 from training.config.datasets import DATASETS
@@ -102,7 +101,7 @@ class Pipeline(OfLibrary):
 @dataclass
 class ConstantSchedule(Built):
     _target_: str = "training.optim.constant"
-    warmup: int = number(at_least=0)
+    warmup: int | str = number(at_least=0)
 
 
 @dataclass
@@ -114,6 +113,11 @@ class LinearSchedule(ConstantSchedule):
 @dataclass
 class CosineSchedule(LinearSchedule):
     _target_: str = "training.optim.cosine"
+
+
+@dataclass
+class RecomputeBySize:
+    pass
 
 
 @dataclass
@@ -257,7 +261,7 @@ class TrainConfig:
     epochs: float | None = number(above=0, at_most=1_000_000)
     batch_size: int = number(at_least=1, at_most=1_000_000)
     microbatches: int | str = MISSING
-    seq_len: int = number(at_least=1)
+    seq_len: int | str = number(at_least=1)
     device: str = MISSING
     devices: int = number(at_least=1, at_most=64)
     precision: Precision = MISSING
@@ -290,15 +294,16 @@ QUANTIZE = {
     "nf4": QuantizeNf4,
 }
 OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
+RATES = frozenset({"lr", "weight_decay"})
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in all_options().items() if option.target},
     "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers, "pipeline": Pipeline},
     "adapter": ADAPTER_OPTIONS,
     "dataset": DATASETS,
     "task": {name: schema_of(get_class(path)) for name, path in TASKS.items()},
-    "optimizer": {name: schema_of(optimizer, frozenset({"params"})) for name, optimizer in OPTIMIZERS.items()},
+    "optimizer": {name: schema_of(optimizer, frozenset({"params"}), RATES) for name, optimizer in OPTIMIZERS.items()},
     "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
-    "recompute": {"none": RecomputeNothing, "block": RecomputeBlocks},
+    "recompute": {"auto": RecomputeBySize, "none": RecomputeNothing, "block": RecomputeBlocks},
     "quantize": QUANTIZE,
     "tracking": {"wandb": Tracking},
     "hardware": {"figures": Hardware},
@@ -309,10 +314,8 @@ def register() -> None:
     """Stores the dataclasses under the group `schema`, where the defaults lists of conf/ find them.
 
     Makes resolvers known to OmegaConf: `${unless:OTHER,VALUE}` is the value, or null where the other one is given;
-    `${with_adapter:A,B}` is A where the run trains an adapter, else B; `${root:PATH}` is a file of this repository;
-    `${from_seed:VALUE,NAME}` is explained in `training.config.rates`.
+    `${with_adapter:A,B}` is A where the run trains an adapter, else B; `${root:PATH}` is a file of this repository.
     """
-    rates.register()
     OmegaConf.register_new_resolver("with_adapter", _with_adapter, replace=True)
     OmegaConf.register_new_resolver("unless", lambda other, value: value if other is None else None, replace=True)
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)

@@ -110,11 +110,15 @@ def _check_keys(prefix: str, node: DictConfig) -> None:
 def _check_ranges(prefix: str, node: DictConfig) -> None:
     for entry in fields(OmegaConf.get_type(node)):
         bounds = {bound: entry.metadata.get(bound) for bound in ("at_least", "above", "at_most")}
-        if node[entry.name] is not None:
+        value, kinds = node[entry.name], get_args(entry.type)
+        if isinstance(value, str) and (float in kinds or any(bound is not None for bound in bounds.values())):
+            if value != AUTO:
+                raise UserError(f"{prefix}{entry.name}={visible(value)}: must be a number, or auto")
+        elif value is not None:
             try:
-                in_range(f"{prefix}{entry.name}", node[entry.name], **bounds)
+                in_range(f"{prefix}{entry.name}", value, **bounds)
             except KnobError as error:
-                or_null = ", or null" if type(None) in get_args(entry.type) else ""
+                or_null = ", or null" if type(None) in kinds else ""
                 raise UserError(f"{error}{or_null}") from None
 
 

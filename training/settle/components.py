@@ -41,7 +41,7 @@ from training.metrics.progress import phase
 from training.parallel.ranks import shares_homes
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
-from training.settle.settled import KEPT, GradientChoice, Settled, settle
+from training.settle.settled import KEPT, GradientChoice, Settled, settle, settle_sizes
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
 from training.weights.architecture import refuse_other_architecture
@@ -104,6 +104,7 @@ class Components:
             raise UserError(f"model.attention={FLEX}: torch has no backward of it on a CPU: take sdpa or eager")
         model = _model(config, dtype) if model is None else model
         refuse_other_architecture(config, model)
+        settled = settle_sizes(settled, model)
         settled.task.check_model(config, model)
         settled = settled.because(settled.task.fit(config, model))
         mode = make_mode(config.offload)

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
-from offload import Footprint, Mode
+from offload import Footprint, Mode, find_blocks
+from training.config.adapter import has_adapter
 from training.config.construct import construct
 from training.config.declare import AUTO
 from training.config.modes import CONF
-from training.config.rates import fix_rates
-from training.config.schema import OnNonfinite, Precision
+from training.config.rates import RECOMPUTE_FROM, shown, suit
+from training.config.schema import OnNonfinite, Precision, RecomputeBlocks, RecomputeBySize, RecomputeNothing
 from training.errors import UserError
 from training.parallel.ranks import shares_homes
 from training.runs.invocation import Invocation
@@ -73,16 +75,10 @@ def settle(config: DictConfig, invocation: Invocation, device: torch.device, on_
         config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
         has = "a GPU" if config.precision == Precision.bf16 else "no GPU that computes in bf16"
         reasons["precision"] = f"{config.precision}, because there is {has}"
-    if chosen("microbatches"):
-        of_rank = -(-task.microbatches(config) // config.devices)
-        config.microbatches = min(of_rank, config.batch_size // config.devices)
-        each = -(-task.units(config) // (config.microbatches * config.devices))
-        reasons["microbatches"] = f"{config.microbatches}, of {each:,} {task.unit}"
     if chosen("model.weights"):
         config.model.weights = found = weights_of_source(config.model)
         from_seed = "the weights begin from the seed, because model.source names an architecture alone"
         reasons["model.weights"] = from_seed if found is None else f"{found}, those of model.source"
-    reasons |= fix_rates(config)
     if chosen("dataset.tokenizer"):
         config.dataset.tokenizer = settled_tokenizer(config)
         reasons["dataset.tokenizer"] = _why_tokenizer(config)
@@ -92,6 +88,38 @@ def settle(config: DictConfig, invocation: Invocation, device: torch.device, on_
         listed = ", ".join(f"{key}={value}" for key, value in brought.items())
         reasons[f"model={invocation.choices['model']}"] = f"brings {listed}"
     return Settled(config, invocation, device, task, reasons)
+
+
+def settle_sizes(settled: Settled, model: nn.Module) -> Settled:
+    """Writes into the configuration what follows from `model`, which is on the meta device, and returns the reasons."""
+    config, task = settled.config, settled.task
+    adapted = has_adapter(config)
+    # A frozen one has an adapter's matrices beside it; those that modules_to_save trains are copies.
+    counted = [each for each in model.parameters() if not (adapted and each.requires_grad)]
+    parameters = sum(each.numel() for each in counted)
+    reasons = suit(
+        config, parameters, is_text=hasattr(model, "vocab_size"), positions=getattr(model, "most_positions", None)
+    )
+    if adapted and config.model.weights is None:
+        reasons["adapter"] = "trains beside random weights, because model.weights=null: give those of a trained model"
+    if issubclass(OmegaConf.get_type(config.recompute), RecomputeBySize):
+        blocks = parameters >= RECOMPUTE_FROM and _has_blocks(model)
+        config.recompute = OmegaConf.structured(RecomputeBlocks if blocks else RecomputeNothing)
+        if blocks:
+            reasons["recompute"] = f"block, because the model has {shown(parameters)} parameters"
+    if config.microbatches == AUTO:
+        of_rank = -(-task.microbatches(config) // config.devices)
+        config.microbatches = min(of_rank, config.batch_size // config.devices)
+        each = -(-task.units(config) // (config.microbatches * config.devices))
+        reasons["microbatches"] = f"{config.microbatches}, of {each:,} {task.unit}"
+    return settled.because(reasons)
+
+
+def _has_blocks(model: nn.Module) -> bool:
+    try:
+        return bool(find_blocks(model))
+    except ValueError:
+        return False
 
 
 def _precision(on_gpu: bool) -> Precision:
