@@ -49,7 +49,7 @@ MAY_CHANGE = (
 )
 # Both optimizers compute the same from the same states; one has knobs that the other lacks.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
-ABSENT_OPTIMIZER_KEYS = {
+ABSENT_KEYS = {
     "optimizer.master": "compact",
     "optimizer.state_dtype": "fp32",
 }
