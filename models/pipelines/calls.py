@@ -70,7 +70,7 @@ class NetworkCall:
             predicts the negative.
         time_dtype, time_shape, count: the dtype of the network's time, the shape of an example's after the first
             dimension, and a row of `COUNTS`.
-        size: of the pictures, (height, width) in pixels.
+        size: of the pictures, (height, width) in pixels; of videos (frames, height, width).
     """
 
     noise: tuple[int, ...]
@@ -83,11 +83,11 @@ class NetworkCall:
     time_dtype: torch.dtype
     time_shape: tuple[int, ...]
     count: tuple[int, int, int]
-    size: tuple[int, int]
+    size: tuple[int, ...]
 
     @classmethod
-    def of(cls, recorder: Recorder, size: tuple[int, int], longest: str = "") -> NetworkCall:
-        """Asks a pipeline for its call for pictures of `size`, (height, width) in pixels. Raises NotTrainableError.
+    def of(cls, recorder: Recorder, size: tuple[int, ...], longest: str = "") -> NetworkCall:
+        """Asks a pipeline for its call for pictures of `size`, as that of `Asked`. Raises NotTrainableError.
 
         `longest` is a caption, which is asked for where `PROBE` is shorter.
         """
@@ -104,7 +104,7 @@ class NetworkCall:
         answer = answer_places(recorder, plain, records, count)
         order = torch.empty(count, dtype=torch.int64)
         order[sample[0]] = answer.abs() - 1
-        other = recorder.record(Asked(probes[1:], size, (size[0] * 2, size[1] * 3), (4, 8)))
+        other = recorder.record(Asked(probes[1:], size, (size[-2] * 2, size[-1] * 3), (4, 8)))
         twice = recorder.record(Asked(probes[:1] * 2, size, size))
         both = recorder.record(Asked(probes, size, size))
         compared = (first, other, twice, both)

@@ -19,13 +19,13 @@ def encoded(vae: nn.Module, pixels: Tensor, noise: Sequence[int]) -> Tensor:
 
     Args:
         vae: an autoencoder of diffusers.
-        pixels: float32 [3, H, W], from -1 to 1, on the device of the VAE.
+        pixels: float32 [3, H, W], or of a video [3, F, H, W], from -1 to 1, on the device of the VAE.
         noise: the shape in which the pipeline draws the noise of an example.
 
     Raises NotTrainableError if the VAE makes latents of another size.
     """
     # Of autoencoders of videos a picture is one frame.
-    picture = pixels[None, :, None] if len(noise) == 4 else pixels[None]
+    picture = pixels[None, :, None] if len(noise) == 4 and pixels.ndim == 3 else pixels[None]
     with torch.no_grad():
         found = vae.encode(picture.to(vae.dtype))
     if hasattr(found, "latent_dist"):
@@ -49,7 +49,7 @@ def normalisation(vae: nn.Module, ndim: int) -> tuple[Any, Any]:
     return getattr(vae.config, "shift_factor", None) or 0.0, factor
 
 
-def check_normalisation(recorder: Recorder, vae: nn.Module, size: tuple[int, int]) -> None:
+def check_normalisation(recorder: Recorder, vae: nn.Module, size: tuple[int, ...]) -> None:
     """Raises NotTrainableError where the pipeline decodes other latents than those that were normalised."""
     asked = Asked(("",), size, size)
     records = recorder.record_digits(asked)

@@ -37,10 +37,13 @@ class NotTrainableError(ValueError):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a pipeline is asked for: prompts, and the sizes of the picture that goes with each, (height, width)."""
+    """What a pipeline is asked for: prompts, and the sizes of the picture that goes with each, (height, width).
+
+    That of a video is (frames, height, width).
+    """
 
     prompts: tuple[str, ...]
-    size: tuple[int, int]
+    size: tuple[int, ...]
     original_size: tuple[int, int] | None = None
     crop: tuple[int, int] = (0, 0)
 
@@ -167,12 +170,12 @@ class Recorder:
 
     def given(self, asked: Asked, *, steps: int, guidance: float | None, **others: Any) -> dict[str, Any]:
         """Returns the arguments of the pipeline's call: those of these that it takes."""
-        height, width = asked.size
+        *frames, height, width = asked.size
         values = {
             "prompt": list(asked.prompts),
             "height": height,
             "width": width,
-            "num_frames": 1,
+            "num_frames": frames[0] if frames else 1,
             "num_inference_steps": steps,
             # Of models that were taught a guidance, too: 1 is that of the data.
             "guidance_scale": guidance,

@@ -155,6 +155,8 @@ class CaptionedPictures(Built):
     text_column: str = MISSING
     size: int = number(at_least=16)
     multiple: int = number(at_least=8)
+    frames: int | None = number(at_least=2)
+    fps: float | None = number(above=0)
     flip: bool = MISSING
     ground: str = MISSING
     masked: bool = MISSING

@@ -53,27 +53,33 @@ def decoded_with_alpha(source: BinaryIO | bytes | Path, name: str, ground: str =
         UserError: one line that names the picture, where it is damaged, is no picture, has more than MAX_PIXELS or
             MAX_FILE_BYTES, or is grey of more than 8 bits.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
-    with _opened(source, name) as image:
-        upright = ImageOps.exif_transpose(image)
-        if not upright.has_transparency_data:
-            return upright.convert("RGB"), None
-        layer = upright.convert("RGBA")
-        laid = Image.alpha_composite(Image.new("RGBA", layer.size, ground), layer)
-        return laid.convert("RGB"), layer.getchannel("A")
+    with opened_picture(source, name) as image:
+        return laid(ImageOps.exif_transpose(image), ground)
+
+
+def laid(image, ground: str):
+    """Returns a Pillow image in mode RGB, laid on `ground` where it is transparent, and its alpha or None."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB"), None
+    layer = image.convert("RGBA")
+    below = Image.alpha_composite(Image.new("RGBA", layer.size, ground), layer)
+    return below.convert("RGB"), layer.getchannel("A")
 
 
 def upright_size(source: BinaryIO | bytes | Path, name: str) -> tuple[int, int]:
     """Returns height and width of a picture as `decoded` would, from its header. Raises UserError as `decoded` does."""
-    with _opened(source, name) as image:
+    with opened_picture(source, name) as image:
         # Of a TIFF, Pillow turns the size when it opens the file.
         turned = image.format != "TIFF" and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
         return image.size if turned else image.size[::-1]
 
 
 @contextmanager
-def _opened(source: BinaryIO | bytes | Path, name: str):
+def opened_picture(source: BinaryIO | bytes | Path, name: str):
     """Opens a picture whose header is as `decoded` wants it. Raises errors of the block as UserError too."""
     from PIL import Image, UnidentifiedImageError
 

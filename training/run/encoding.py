@@ -16,6 +16,7 @@ from models.pipelines.model import PipelineModel
 from models.pipelines.opening import encoders_of, open_pipeline
 from models.pipelines.recording import Recorder
 from models.pipelines.sampling import encoded_prompt
+from models.pipelines.videos import check_frames
 from offload import Mode, Resident, Streams
 from training.data.captioned.dataset import LATENTS, MASK, Captioned, Missing
 from training.errors import UserError, as_user_error
@@ -39,6 +40,8 @@ def encode_missing(dataset: object, components: Components) -> None:
     if (missing := dataset.missing()) or prompts:
         with as_user_error(f"model.source={model.folder}: "), acquired(components.device) as streams:
             pipeline = open_pipeline(model.folder, model.network, components.dtype)
+            if frames := components.config.dataset.frames:
+                check_frames(pipeline, frames)
             _encode(dataset, missing, prompts, components, pipeline, streams)
 
 

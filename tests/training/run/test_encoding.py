@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.video_processor import VideoProcessor
 
-from tests.models.helpers.tiny_pipelines import PIPELINES, saved
+from models.pipelines.latents import normalisation
+from tests.models.helpers.tiny_pipelines import PIPELINES, made, saved
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of, run_here
 from tests.training.helpers.results import losses
+from tests.training.helpers.videos import draw_videos
 from training.data.building import build_dataset
+from training.data.captioned.videos import frames_of
 from training.errors import UserError
 from training.run import encoding
 from training.run.encoding import encode_missing
@@ -122,3 +126,38 @@ def test_another_dataset_is_refused(pipeline_of, pictures: Path):
     overrides = [each for each in given("sd3", pipeline_of("sd3"), pictures) if not each.startswith("dataset")]
     with pytest.raises(UserError, match=r"^model=pipeline trains on captioned pictures: take dataset=captioned"):
         components_of(*overrides, "dataset=synthetic_images")
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_videos_train_alike_under_modes_on_the_latents_of_the_pipelines_own_vae(name: str, pipeline_of, tmp_path: Path):
+    folder = draw_videos(tmp_path / "videos", 9)
+    overrides = [*given(name, pipeline_of(name), folder), "dataset.frames=5", "batch_size=1", "steps=4"]
+    overrides.append("precision=fp32")
+    for mode in ("none", "layer_stream"):
+        run_here(tmp_path / mode, *overrides, f"offload={mode}")
+    assert losses(tmp_path / "none") == losses(tmp_path / "layer_stream")
+    components = components_of(*overrides)
+    dataset = build_dataset(components.config, components.model, tmp_path)
+    assert not dataset.missing()
+    pipeline = made(name)
+    videos = [picture for picture in dataset._pictures if len(picture.size) == 3]
+    assert sorted(picture.size for picture in videos) == sorted([(5, 64, 64), (5, 32, 96)])
+    for picture in videos:
+        # LTX tells its network 25 frames a second; these videos have 10.
+        frames = list(frames_of(picture.path, 5, 25 if name == "ltx" else None))
+        height, width = picture.size[1:]
+        if frames[0].size == (width, height):
+            pixels = VideoProcessor().preprocess_video(frames, height=height, width=width)
+            with torch.no_grad():
+                mean = pipeline.vae.encode(pixels).latent_dist.mode()
+            shift, scale = normalisation(pipeline.vae, mean.ndim)
+            found = dataset.encoded.read(dataset._key(picture, False))["latents"][0]
+            assert found.shape[1] == 2
+            torch.testing.assert_close(found, ((mean - shift) * scale)[0], rtol=1e-4, atol=1e-5)
+    assert {batch["images"].shape[2] for batch in map(dataset.batch, range(4))} == {1, 2}
+
+
+def test_a_number_of_frames_that_the_pipeline_does_not_take_is_refused(pipeline_of, tmp_path: Path):
+    overrides = [*given("wan", pipeline_of("wan"), draw_videos(tmp_path / "videos", 5)), "dataset.frames=4"]
+    with pytest.raises(UserError, match=r"^model\.source=.*: WanPipeline takes a multiple of 4 plus 1: give dataset"):
+        run_here(tmp_path / "run", *overrides)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from models.pipelines.calls import ASKED, NetworkCall
 from models.pipelines.encoded import INDEX, EncodedFolder
 from models.pipelines.recording import Asked
+from models.pipelines.videos import check_makes_videos, rate_of
 from training.data.captioned.buckets import BucketBatches
 from training.data.captioned.columns import pictures_in_columns
 from training.data.captioned.folders import folders_of
@@ -30,7 +32,7 @@ from training.data.examples import check_share
 from training.data.packing import epoch_order, random_words
 from training.data.pictures import LOSS_MASK, check_ground
 from training.data.pipeline_folder import pipeline_folder
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 
 LATENTS, MASK, IMAGES = "latents", "mask", "images"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -69,6 +71,9 @@ class Captioned:
         name, config_name, split, revision, image_column, text_column: see `columns.pictures_in_columns`.
         size: the edge in pixels of a square of as many pixels as a picture gets.
         multiple: the sides of a picture are multiples of it.
+        frames: how many are taken of each video in folders, for a pipeline of videos; None refuses videos.
+        fps: the frames of a video are those at this rate; None takes each frame, or has the rate that the pipeline
+            tells its network.
         flip: half of the pictures are mirrored, others in each epoch.
         ground: the colour under transparent pictures; see `training.data.pictures`.
         masked: the loss counts where a picture is opaque, or where NAME-mask.png is white.
@@ -90,6 +95,8 @@ class Captioned:
         text_column: str = "text",
         size: int = 1024,
         multiple: int = 64,
+        frames: int | None = None,
+        fps: float | None = None,
         flip: bool = False,
         ground: str = "white",
         masked: bool = False,
@@ -105,10 +112,11 @@ class Captioned:
         check_ground(ground)
         self.encoded = encoded_by(pipeline, precision)
         self._flip, self._ground, self._masked, self._dropout = flip, ground, masked, caption_dropout
+        self._fps = None if frames is None else _rate(frames, fps, pipeline_folder(pipeline))
         if (folder is None) == (name is None):
             raise UserError("dataset=captioned: give dataset.folder=DIR or dataset.name=OWNER/NAME, one of them")
         if name is None:
-            found = find_pictures(folders_of(folder), size=size, multiple=multiple)
+            found = find_pictures(folders_of(folder), size=size, multiple=multiple, frames=frames, fps=self._fps)
         else:
             rows = pictures_in_columns(name, config_name, split, revision, image_column, text_column)
             found = in_buckets(rows, size=size, multiple=multiple)
@@ -132,6 +140,7 @@ class Captioned:
         *,
         size: int = 1024,
         multiple: int = 64,
+        frames: int | None = None,
         pipeline: str | None = None,
         precision: str = "bf16",
         masked: bool = False,
@@ -144,6 +153,7 @@ class Captioned:
         Raises UserError before any was.
         """
         sizes = bucket_sizes(size, multiple)
+        sizes += [(frames, *each) for each in sizes]
         calls = [call for call in encoded_by(pipeline, precision).calls() if call.size in sizes]
         if not calls:
             raise UserError(
@@ -185,7 +195,7 @@ class Captioned:
 
     def cropped(self, picture: CaptionedPicture, flip: bool) -> Cropped:
         """Returns the pixels of a picture, as they are encoded."""
-        return cropped(picture, flip=flip, ground=self._ground, alpha_mask=self._masked)
+        return cropped(picture, flip=flip, ground=self._ground, alpha_mask=self._masked, fps=self._fps)
 
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU, a pure function of seed and index."""
@@ -254,7 +264,8 @@ class Captioned:
         if picture not in self._keys:
             # Latents do not depend on the caption.
             alone = replace(picture, caption="")
-            self._keys[picture] = content_key(alone, ground=self._ground, masked=self._masked)
+            rate = {"fps": self._fps} if len(picture.size) == 3 else {}
+            self._keys[picture] = content_key(alone, ground=self._ground, masked=self._masked, **rate)
         return f"{self._keys[picture]}-mirrored" if flip else self._keys[picture]
 
 
@@ -264,6 +275,16 @@ def encoded_by(pipeline: str | None, precision: str) -> EncodedFolder:
     if folder is None or not (folder / INDEX).is_file():
         raise UserError("dataset=captioned: take model=pipeline model.source=SOURCE, a whole pipeline")
     return EncodedFolder(folder, DTYPES[str(precision)])
+
+
+def _rate(frames: int, fps: float | None, pipeline: Path) -> float | None:
+    """Returns the rate at which frames are taken. Raises UserError for a pipeline of pictures, or with another rate."""
+    with as_user_error(f"dataset.frames={frames}: ", after=": take a pipeline of videos, or null and pictures alone"):
+        check_makes_videos(pipeline)
+    told = rate_of(pipeline)
+    if fps is not None and told not in (None, fps):
+        raise UserError(f"dataset.fps={fps}: the pipeline tells its network {told:g}: take null, which takes that")
+    return told if fps is None else fps
 
 
 def _asked(picture: CaptionedPicture) -> Asked:

@@ -1,4 +1,4 @@
-"""Finds pictures with captions, and cuts each to the size of its bucket, with its mask for the loss."""
+"""Finds pictures and videos with captions, and cuts each to the size of its bucket, with its mask for the loss."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from training.data.captioned import videos
 from training.data.captioned.captions import captions_below
 from training.data.captioned.columns import ColumnPicture
 from training.data.captioned.sizes import bucket_sizes, nearest_bucket
@@ -22,19 +23,18 @@ from training.errors import UserError
 from training.runs.bounded_files import UnreadableError, opened
 
 MASK = "-mask.png"
-VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 # Pictures which not every Pillow decodes; to leave them out would train on a part of the folder in silence.
 OTHER_PICTURES = (".avif", ".heic", ".heif", ".jxl")
 
 
 @dataclass(frozen=True)
 class CaptionedPicture:
-    """A picture in a folder, or in a column of a dataset.
+    """A picture in a folder, or in a column of a dataset; or a video in a folder.
 
     Attributes:
         path: where its file is.
         repeats: how often an epoch shows it.
-        size: height and width of its bucket, in pixels.
+        size: height and width of its bucket, in pixels; of a video its frames, height and width.
         original_size: height and width as found, upright.
         mask_path: NAME-mask.png beside NAME; None if there is none.
     """
@@ -42,7 +42,7 @@ class CaptionedPicture:
     path: Path | ColumnPicture
     caption: str
     repeats: int
-    size: tuple[int, int]
+    size: tuple[int, ...]
     original_size: tuple[int, int]
     mask_path: Path | None
 
@@ -52,7 +52,7 @@ class Cropped:
     """A picture as a model gets it.
 
     Attributes:
-        pixels: float32 [3, H, W] from -1 to 1.
+        pixels: float32 [3, H, W] from -1 to 1; of a video [3, frames, H, W].
         mask: how much each pixel counts in the loss, float32 [1, H, W] from 0 to 1; None where all count alike.
         crop: top and left of the part that was cut, in pixels of the resized picture, which is mirrored before.
     """
@@ -62,8 +62,10 @@ class Cropped:
     crop: tuple[int, int]
 
 
-def find_pictures(folders: Mapping[Path, int], *, size: int, multiple: int) -> list[CaptionedPicture]:
-    """Returns the pictures below `folders`, {folder: repeats}: folder by folder, sorted by path in each.
+def find_pictures(
+    folders: Mapping[Path, int], *, size: int, multiple: int, frames: int | None = None, fps: float | None = None
+) -> list[CaptionedPicture]:
+    """Returns the pictures and videos below `folders`, {folder: repeats}: folder by folder, sorted by path in each.
 
     Reads captions and the headers of pictures. Hidden files are left out, and NAME-mask.png beside a picture NAME is
     its mask.
@@ -71,12 +73,14 @@ def find_pictures(folders: Mapping[Path, int], *, size: int, multiple: int) -> l
     Args:
         size: the edge of a square of as many pixels as a bucket may have.
         multiple: sides of buckets are multiples of this.
+        frames: how many are taken of each video; None refuses videos, and takes the first picture of a .gif.
+        fps: see `videos.frames_of`.
 
-    Raises UserError: one line, where there are no pictures, or videos; a picture without a caption, one that cannot be
-    used, or a mask of another size.
+    Raises UserError: one line, where there are no pictures, or shorter videos; a picture without a caption, one that
+    cannot be used, or a mask of another size.
     """
     sizes = bucket_sizes(size, multiple)
-    return [found for folder, repeats in folders.items() for found in _in_folder(folder, repeats, sizes)]
+    return [each for folder, repeats in folders.items() for each in _in_folder(folder, repeats, sizes, frames, fps)]
 
 
 def in_buckets(found: Iterable[tuple[ColumnPicture, str]], *, size: int, multiple: int) -> list[CaptionedPicture]:
@@ -92,24 +96,41 @@ def in_buckets(found: Iterable[tuple[ColumnPicture, str]], *, size: int, multipl
     return pictures
 
 
-def _in_folder(folder: Path, repeats: int, sizes: list[tuple[int, int]]) -> Iterator[CaptionedPicture]:
-    if unread := files_below(folder, VIDEOS + OTHER_PICTURES):
-        advice = "move it out of the folder" if unread[0].lower().endswith(VIDEOS) else "save it as .png"
-        raise UserError(f"dataset.folder={folder}: {unread[0]} is of a kind that is not read: {advice}")
-    files = files_below(folder)
+def _in_folder(
+    folder: Path, repeats: int, sizes: list[tuple[int, int]], frames: int | None, fps: float | None
+) -> Iterator[CaptionedPicture]:
+    if unread := files_below(folder, OTHER_PICTURES):
+        raise UserError(f"dataset.folder={folder}: {unread[0]} is of a kind that is not read: save it as .png")
+    if frames is None and (unread := files_below(folder, videos.ENDINGS)):
+        raise UserError(
+            f"dataset.folder={folder}: {unread[0]} is a video: give dataset.frames=N, how many are taken of each, for a"
+            " pipeline of videos; or move it out of the folder"
+        )
+    files = files_below(folder, EXTENSIONS + videos.ENDINGS)
     masks = frozenset(_mask_of(file) for file in files).intersection(files)
-    pictures = [file for file in files if file not in masks]
+    pictures, short = [file for file in files if file not in masks], []
     if not pictures:
         raise UserError(f"dataset.folder={folder}: no pictures in it; they end in {', '.join(EXTENSIONS)}")
     for picture, caption in zip(pictures, captions_below(folder, pictures), strict=True):
         path, mask = folder / picture, _mask_of(picture)
         mask_path = folder / mask if mask in masks else None
-        original_size = upright_size(path, str(path))
+        moving = frames is not None and videos.is_video(path)
+        if moving:
+            original_size, count = videos.size_and_count(path, fps)
+            if count < frames:
+                short.append(f"{picture} with {count}")
+        else:
+            original_size = upright_size(path, str(path))
         if mask_path and (of_mask := upright_size(mask_path, str(mask_path))) != original_size:
             shown = [f"{width} x {height}" for height, width in (of_mask, original_size)]
             raise UserError(f"dataset: the mask {mask_path} has {shown[0]} pixels, its picture {shown[1]}: resize it")
         size = nearest_bucket(*original_size, sizes)
-        yield CaptionedPicture(path, caption, repeats, size, original_size, mask_path)
+        yield CaptionedPicture(path, caption, repeats, (frames, *size) if moving else size, original_size, mask_path)
+    if short:
+        raise UserError(
+            f"dataset.frames={frames}: {len(short)} videos below {folder} have fewer, the first is {short[0]}: take"
+            " fewer frames, or move these out of the folder"
+        )
 
 
 def _mask_of(picture: str) -> str:
@@ -117,23 +138,32 @@ def _mask_of(picture: str) -> str:
 
 
 def cropped(
-    picture: CaptionedPicture, *, flip: bool, ground: str, alpha_mask: bool, variation: tuple[int, ...] | None = None
+    picture: CaptionedPicture,
+    *,
+    flip: bool,
+    ground: str,
+    alpha_mask: bool,
+    fps: float | None = None,
+    variation: tuple[int, ...] | None = None,
 ) -> Cropped:
-    """Resizes a picture until it covers its bucket, and cuts the bucket's size from it.
+    """Resizes a picture, or the frames of a video, until it covers its bucket, and cuts the bucket's size from it.
 
     Args:
         flip: whether the picture is mirrored.
         ground: the colour behind a transparent picture, a name of CSS or "#rrggbb".
         alpha_mask: whether the alpha of a transparent picture is its mask; with a mask in a file, their product.
+        fps: of a video; see `videos.frames_of`.
         variation: integers on which alone the place of the cut depends; None takes the middle.
 
     Raises UserError for a picture that cannot be used or has changed since it was found, and for a mask that is
     transparent itself, or leaves nothing to train on.
     """
-    image, alpha = decoded_with_alpha(_file(picture.path), str(picture.path), ground)
-    if image.size != picture.original_size[::-1]:
-        raise UserError(f"dataset: the picture {picture.path} has changed since the run began: start again")
-    masks = [alpha] if alpha_mask and alpha is not None else []
+    masks, moving = [], len(picture.size) == 3
+    if moving:
+        layers = videos.frames_of(picture.path, picture.size[0], fps, ground)
+    else:
+        image, alpha = decoded_with_alpha(_file(picture.path), str(picture.path), ground)
+        layers, masks = [image], [alpha] if alpha_mask and alpha is not None else []
     if picture.mask_path is not None:
         drawn, seen = decoded_with_alpha(picture.mask_path, str(picture.mask_path))
         if seen is not None:
@@ -142,7 +172,9 @@ def cropped(
     resized, (top, left) = _placed(picture, variation)
 
     def part(layer) -> np.ndarray:
-        levels = np.asarray(cut(layer, resized, left, top, picture.size[::-1]))
+        if layer.size != picture.original_size[::-1]:
+            raise UserError(f"dataset: {picture.path} has changed since the run began: start again")
+        levels = np.asarray(cut(layer, resized, left, top, picture.size[:-3:-1]))
         return levels[:, ::-1] if flip else levels
 
     mask = None
@@ -150,13 +182,15 @@ def cropped(
         mask = torch.from_numpy(np.prod([np.float32(part(each)) / 255 for each in masks], axis=0))[None]
         if not mask.any():
             raise UserError(f"dataset: the mask of {picture.path} leaves nothing to train on: mend it, or remove both")
-    pixels = as_images([np.ascontiguousarray(part(image).transpose(2, 0, 1))])[0]
-    return Cropped(pixels, mask, (top, resized[0] - picture.size[1] - left if flip else left))
+    # One after the other: frames of full size are large.
+    pixels = as_images([np.ascontiguousarray(part(layer).transpose(2, 0, 1)) for layer in layers])
+    pixels = pixels.transpose(0, 1) if moving else pixels[0]
+    return Cropped(pixels, mask, (top, resized[0] - picture.size[-1] - left if flip else left))
 
 
 def _placed(picture: CaptionedPicture, variation: tuple[int, ...] | None) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns width and height of the resized picture, and top and left of the cut."""
-    (height, width), (tall, wide) = picture.original_size, picture.size
+    (height, width), (tall, wide) = picture.original_size, picture.size[-2:]
     # Rounding might miss a pixel of the side that is cut.
     if width * tall >= height * wide:
         resized = max(round(width * tall / height), wide), tall

@@ -145,6 +145,23 @@ def test_pictures_come_from_one_place(pipeline: Path, given: dict[str, str]):
         Captioned(**given, pipeline=str(pipeline), seed=0, batch_size=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        (
+            "FluxPipeline",
+            {},
+            r"dataset\.frames=5: FluxPipeline makes pictures and no videos: take a pipeline",
+        ),
+        ("LTXPipeline", {"fps": 16.0}, r"dataset\.fps=16\.0: the pipeline tells its network 25: take null"),
+    ],
+)
+def test_videos_that_the_pipeline_does_not_make_are_refused(tmp_path: Path, name: str, keys: dict, message: str):
+    (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{name}"}}')
+    with pytest.raises(UserError, match=f"^{message}"):
+        Captioned(folder="a", frames=5, **keys, pipeline=str(tmp_path), seed=0, batch_size=1)
+
+
 def test_without_a_pipeline_it_is_refused():
     with pytest.raises(UserError, match=r"dataset=captioned: take model=pipeline model\.source=SOURCE"):
         Captioned.meta_batch(1)

@@ -1,0 +1,116 @@
+"""Reads the first frames of videos, by PyAV, and of moving pictures, by Pillow: all, or those of another rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.data.pictures import laid, opened_picture
+from training.errors import UserError, first_line
+from training.runs.bounded_files import opened
+
+ENDINGS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
+GIF = ".gif"
+# Of a picture in a .gif that does not say it, in milliseconds.
+GIF_MS = 100
+
+
+def is_video(path: Path) -> bool:
+    """Tells whether a file has more than one frame. Raises UserError for a .gif that cannot be used."""
+    if path.suffix.lower() != GIF:
+        return path.suffix.lower() in ENDINGS
+    with opened_picture(path, str(path)) as image:
+        return image.n_frames > 1
+
+
+def size_and_count(path: Path, fps: float | None) -> tuple[tuple[int, int], int]:
+    """Returns height and width, upright, and how many frames there are; at `fps`, if that is given.
+
+    Raises UserError for a file that cannot be used, and without PyAV.
+    """
+    times = _times(path)
+    count = len(times) if fps is None or not times else int((times[-1] - times[0]) * fps + 0.5) + 1
+    for first in frames_of(path, min(count, 1), None):
+        return first.size[::-1], count
+    raise UserError(f"dataset: cannot use the video {path}: it has no frames; repair or remove it")
+
+
+def frames_of(path: Path, count: int, fps: float | None, ground: str = "white") -> Iterator[Any]:
+    """Yields `count` frames from the beginning, as upright Pillow images in mode RGB.
+
+    Args:
+        fps: takes the frames that are nearest to the times 0, 1 / fps, 2 / fps, ...; None takes each.
+        ground: the colour behind transparent frames, a name of CSS or "#rrggbb".
+
+    Raises UserError for a file that cannot be used, or has fewer, and without PyAV.
+    """
+    wanted = range(count) if fps is None else _nearest(_times(path), count, fps)
+    upright = iter(enumerate(_gif_frames(path, ground) if path.suffix.lower() == GIF else _video_frames(path)))
+    number, frame = -1, None
+    for place in wanted:
+        while number < place:
+            number, frame = next(upright, (place, None))
+        if frame is None:
+            raise UserError(f"dataset: the video {path} has fewer than {place + 1} frames; repair or remove it")
+        yield frame
+
+
+def _nearest(times: Sequence[float], count: int, fps: float) -> list[int]:
+    """Returns the places of the times that are nearest to 0, 1 / fps, ..., counted from the first."""
+    found = np.asarray(times) - times[0]
+    return [int(np.abs(found - number / fps).argmin()) for number in range(count)]
+
+
+def _times(path: Path) -> list[float]:
+    """Returns when each frame is shown, in seconds."""
+    if path.suffix.lower() == GIF:
+        times = [0.0]
+        with opened_picture(path, str(path)) as image:
+            for number in range(image.n_frames - 1):
+                image.seek(number)
+                times.append(times[-1] + (image.info.get("duration") or GIF_MS) / 1000)
+        return times
+    with _opened(path) as (container, stream):
+        packets = [packet for packet in container.demux(stream) if packet.pts is not None and not packet.is_discard]
+        return sorted(float(packet.pts * packet.time_base) for packet in packets)
+
+
+def _gif_frames(path: Path, ground: str) -> Iterator[Any]:
+    with opened_picture(path, str(path)) as image:
+        for number in range(image.n_frames):
+            image.seek(number)
+            yield laid(image, ground)[0]
+
+
+def _video_frames(path: Path) -> Iterator[Any]:
+    with _opened(path) as (container, stream):
+        for frame in container.decode(stream):
+            # A telephone turns no pixels, and says how they lie.
+            yield frame.to_image().rotate(frame.rotation, expand=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Opens a video with its first stream of pictures. Raises errors of the block as UserError too."""
+    try:
+        import av
+    except ImportError as error:
+        raise UserError(f"dataset: the video {path} is read by PyAV: pip install av") from error
+    try:
+        with opened(path) as file, av.open(file) as container:
+            if not container.streams.video:
+                raise ValueError("it has no pictures")
+            stream = container.streams.video[0]
+            if stream.sample_aspect_ratio not in (None, 0, 1):
+                raise ValueError(f"its pixels are not square ({stream.sample_aspect_ratio}): convert it")
+            stream.thread_type = "AUTO"
+            yield container, stream
+    except UserError:
+        raise
+    # For a damaged file, decoders raise errors of any type.
+    except Exception as error:
+        raise UserError(f"dataset: cannot use the video {path}: {first_line(error)}; repair or remove it") from error
