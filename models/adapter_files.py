@@ -8,16 +8,19 @@ pipeline, `load_lora_adapter` of a model, and ComfyUI.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from models.adapters import NAME, config_of, root_of
 from models.json_files import as_json, read_object
 from models.lora_files import folded, read_lora, scale_of, scaled, shared_name
-from models.safetensors_files import open_file, read_headers, read_into, write_tensors
+from models.safetensors_files import DTYPES, StoredTensor, open_file, read_headers, read_into, write_tensors
 from models.weights import check_fits, first_and_count
 from models.whole_folder import Fill, Write, bytes_of
 
@@ -33,6 +36,11 @@ ONLY |= {"lora_bias": (None, False), "layer_replication": (None,), "trainable_to
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the values of `adapter_parameters`, without autograd."""
+    return {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns all that trains in `model` under the names that it has in peft's files, in the model's order."""
     from peft import get_peft_model_state_dict
 
@@ -45,7 +53,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
         for name in saved
         for own, parameter in root.get_submodule(name).named_parameters(remove_duplicate=False)
     }
-    return {f"{PREFIX}{name}": parameter.detach() for name, parameter in (low_rank | full).items()}
+    return {f"{PREFIX}{name}": parameter for name, parameter in (low_rank | full).items()}
 
 
 def adapter_config(model: nn.Module, base: str | None = None, revision: str | None = None) -> bytes:
@@ -63,19 +71,20 @@ def is_of_diffusers(model: nn.Module) -> bool:
     return type(root_of(model)).__module__.startswith("diffusers.")
 
 
-def shared_files(model: nn.Module, folder: Path) -> dict[str, Fill]:
+def shared_files(
+    model: nn.Module, folder: Path, instead: Mapping[str, StoredTensor] = MappingProxyType({})
+) -> dict[str, Fill]:
     """Returns what fills the files that other programs load an adapter from, made of peft's files in `folder`.
 
     `model` is one of diffusers and needs no values. In all files alpha is the rank, and the scale is in the matrices
     (`models.lora_files.folded`), because some programs read matrices and no alpha. `DIFFUSERS_FILE` has no
-    `modules_to_save`, which diffusers does not know.
+    `modules_to_save`, which diffusers does not know. `instead` is that of `adapter_values`.
     """
     root, config = root_of(model), read_object(folder / CONFIG_FILE, GIVE_OTHERS)
     scale = scale_of(config)
 
     def fill(write: Write, shared: bool) -> None:
-        with open_file(folder / WEIGHTS_FILE) as stored:
-            tensors = folded({name: stored.get_tensor(name) for name in stored.keys()}, scale)  # noqa: SIM118
+        tensors = folded(adapter_values(folder, instead), scale)
         if shared:
             low_rank = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if ".lora_" in name}
             tensors = {shared_name(root, name): tensor for name, tensor in low_rank.items()}
@@ -87,6 +96,14 @@ def shared_files(model: nn.Module, folder: Path) -> dict[str, Fill]:
         WEIGHTS_FILE: partial(fill, shared=False),
         DIFFUSERS_FILE: partial(fill, shared=True),
     }
+
+
+def adapter_values(folder: Path, instead: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Reads the tensors of peft's file in `folder`; `instead` says where their values are, if they are elsewhere."""
+    own = read_headers([folder / WEIGHTS_FILE])
+    values = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in own.items()}
+    read_into(values, {**own, **instead})
+    return values
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> None:

@@ -35,7 +35,8 @@ class Deferral(Protocol):
     """Makes some of an optimizer's updates beside the caller.
 
     `offer_all` claims and starts its updates. `skip` takes back those of this step that it can take back. `finish`
-    waits for its updates, and takes back those of which it is not decided yet whether they count.
+    waits for its updates, and takes back those of which it is not decided yet whether they count. `follow` is
+    `HostAdamW.follow`.
     """
 
     def offer_all(self, scale: float) -> None: ...
@@ -43,6 +44,8 @@ class Deferral(Protocol):
     def skip(self) -> None: ...
 
     def finish(self) -> None: ...
+
+    def follow(self, act: Callable[[Iterable[Tensor]], None]) -> set[Tensor]: ...
 
 
 class Member(NamedTuple):
@@ -189,6 +192,14 @@ class HostAdamW(torch.optim.AdamW):
         """Waits for updates that are under way."""
         if self.deferral is not None:
             self.deferral.finish()
+
+    def follow(self, act: Callable[[Iterable[Tensor]], None]) -> set[Tensor]:
+        """Has `act` called, after the step that has ended, with parameters whose updates run beside the caller.
+
+        It reads them on the thread of the updates, between those of this step and of the next, and `finish` waits for
+        it. Returns these parameters; the others are updated already.
+        """
+        return set() if self.deferral is None else self.deferral.follow(act)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in the layout of torch.optim.AdamW, after the updates that are under way."""

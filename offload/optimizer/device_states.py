@@ -141,6 +141,10 @@ class DeviceStates:
             self._free(self._used_by_last)
         self._used_by_last = self._used.pop(unit, [])
 
+    def ends_of_updates(self, unit: OffloadUnit) -> list[Event]:
+        """Returns the events with which new weights of `unit` that are on their way are at home."""
+        return [self._updated[unit]] if unit in self._updated else []
+
     def finish(self) -> None:
         """Blocks the host until all new weights are at home."""
         for unit, updated in self._updated.items():

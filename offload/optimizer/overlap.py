@@ -6,12 +6,15 @@ into the next forward. Streaming waits for it before the unit is copied in again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+
+from torch import Tensor
 
 from offload.optimizer.adamw import BEGUN, HostAdamW
 from offload.optimizer.claims import Claim
 from offload.optimizer.device_states import DeviceStates
+from offload.optimizer.kernels import torch_threads
 from offload.optimizer.worker import UnitUpdate, UpdateWorker
 from offload.streams.counters import Counters
 from offload.streams.deferred_free import PendingFree
@@ -90,6 +93,19 @@ class Overlap(Updates):
 
     def skip(self) -> None:
         """Leaves the updates that have begun."""
+
+    def follow(self, act: Callable[[Iterable[Tensor]], None]) -> set[Tensor]:
+        """Queues, behind the updates of each unit, a call of `act` with what trains of it; see `HostAdamW.follow`."""
+        followed = {unit: [tensor.host for tensor in unit.trained] for unit in self._units}
+
+        def make(parameters: list[Tensor]) -> int:
+            with torch_threads(self._optimizer.threads):
+                act(parameters)
+            return 0
+
+        for unit, parameters in followed.items():
+            self._queue(unit, (), self._device.ends_of_updates(unit), partial(make, parameters))
+        return {parameter for parameters in followed.values() for parameter in parameters}
 
     def finish(self) -> None:
         """Waits for the updates that are under way; afterwards the weights at home are final."""

@@ -9,18 +9,22 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.adapter_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    adapter_parameters,
     adapter_tensors,
+    adapter_values,
     check_adapter,
     load_adapter,
 )
 from models.adapters import Dora, Lora, RsLora, inject, merge_adapter, root_of, without_adapters
 from models.llama import Llama
+from models.safetensors_files import read_headers
 from tests.models.helpers.adapted import disturb, with_memory
 from tests.models.helpers.hf_models import tiny
 from tests.models.helpers.saving import save_adapter
@@ -157,3 +161,15 @@ def test_a_folder_without_an_adapter_or_its_weights_is_refused(tmp_path: Path):
     (tmp_path / WEIGHTS_FILE).unlink()
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is missing"):
         check_adapter(llama(Lora(4, 8)), tmp_path)
+
+
+def test_values_of_other_files_have_the_dtypes_of_the_adapter(tmp_path: Path):
+    model = llama(Lora(4, 8.0))
+    save_adapter(model.bfloat16(), tmp_path)
+    assert all(isinstance(each, nn.Parameter) for each in adapter_parameters(model).values())
+    others = {name: torch.randn(tensor.shape) for name, tensor in adapter_tensors(model).items()}
+    save_file(others, tmp_path / "others.safetensors")
+    own = adapter_values(tmp_path, {})
+    assert all(torch.equal(tensor, own[name]) for name, tensor in adapter_tensors(model).items())
+    found = adapter_values(tmp_path, read_headers([tmp_path / "others.safetensors"]))
+    assert all(torch.equal(tensor, others[name].bfloat16()) for name, tensor in found.items())

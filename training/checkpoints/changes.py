@@ -50,6 +50,7 @@ MAY_CHANGE = (
 # Both optimizers compute the same from the same states; one has knobs that the other lacks.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
 ABSENT_KEYS = {
+    "ema": "null",
     "optimizer.master": "compact",
     "optimizer.state_dtype": "fp32",
 }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from training.batches import sha256_of
@@ -86,15 +88,20 @@ class Checkpoint:
             )
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LambdaLR, device: torch.device
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LambdaLR,
+        device: torch.device,
+        averages: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Copies the saved state into model, optimizer and schedule, on whatever device their tensors are.
+        """Copies the saved state into model, optimizer, schedule and `averages`, on whatever device their tensors are.
 
         Raises UserError naming the file that does not fit, before the model is changed.
         """
         try:
             restore_random_states(self.folder, device)
-            load_tensors(self.folder, self.files, model, optimizer)
+            load_tensors(self.folder, self.files, model, optimizer, averages)
         except DamagedError as error:
             raise UserError(f"resume={self.folder}: {error}") from error
         set_step(schedule, self.state.step)

@@ -44,6 +44,7 @@ from training.config.schema import Precision, due
 from training.errors import UserError
 from training.runs.checkpoint_files import (
     BASE_FILE,
+    EMA_STEM,
     HUGGING_FACE_FILE,
     MANIFEST_FILE,
     OPTIMIZER_STEM,
@@ -66,7 +67,8 @@ class Checkpoints:
     """Saves the checkpoints of one run in its directory.
 
     Training waits meanwhile: tensors are written one by one from where they are, and a step would change them. With
-    `base`, that of a run that trains an adapter, they hold the adapter and this reference, and not the model.
+    `base`, that of a run that trains an adapter, they hold the adapter and this reference, and not the model. They hold
+    `averages`, too.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         streams: Streams,
         base: BaseReference | None = None,
+        averages: Mapping[str, Tensor] = MappingProxyType({}),
     ):
         self.on_signal_after_s = _on_signal_after_s(config)
         """From this many seconds of training on, a signal saves the run; infinity: none does."""
@@ -87,6 +90,7 @@ class Checkpoints:
         self._optimizer = optimizer
         self._streams = streams
         self._base = base
+        self._averages = averages
 
     def due(self, step: int) -> bool:
         """Tells whether to save after `step`: every `checkpoint.every` steps, after the last, and after the best."""
@@ -141,8 +145,12 @@ class Checkpoints:
     def _files(self, state: RunState) -> dict[str, Fill]:
         weights, texts = self._weights()
         states = split_into_files(OPTIMIZER_STEM, optimizer_tensors(self._model, self._optimizer), MAX_SHARD_BYTES)
+        averages = split_into_files(EMA_STEM, self._averages, MAX_SHARD_BYTES) if self._averages else {}
         random = {RANDOM_FILE: random_states(self._streams.device)}
-        files = {name: partial(write_tensors, tensors=tensors) for name, tensors in (weights | states | random).items()}
+        files = {
+            name: partial(write_tensors, tensors=tensors)
+            for name, tensors in (weights | states | averages | random).items()
+        }
         texts |= {STATE_FILE: state.to_json(), CONFIG_FILE: config_text(self._config).encode()}
         return files | {name: bytes_of(text) for name, text in texts.items()}
 

@@ -5,6 +5,7 @@ Names and layout depend on the model alone, not on the offload mode or on the st
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from models.adapters import is_adapted
 from models.quantise import stored_tensors
 from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_headers, read_into
 from models.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, load_weights
-from training.runs.checkpoint_files import MANIFEST_FILE, OPTIMIZER_STEM, WEIGHTS_STEM
+from training.runs.checkpoint_files import EMA_STEM, MANIFEST_FILE, OPTIMIZER_STEM, WEIGHTS_STEM
 from training.runs.manifest import DamagedError
 
 # A copy of a parameter, where its state is on another device.
@@ -32,8 +33,14 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Copies a checkpoint into the model and the optimizer's states, which exist already, on any device.
+def load_tensors(
+    folder: Path,
+    names: Iterable[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    averages: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
+    """Copies a checkpoint into the model, the optimizer's states and `averages`, which exist already, on any device.
 
     Where a model has adapters, the checkpoint has only these, and the base has been filled before. `names` are the
     files of the checkpoint in `folder`; no other file is read. Raises DamagedError naming a file that is not among them
@@ -44,6 +51,8 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
     try:
         stored = read_headers(folder / name for name in names if _has_stem(name, OPTIMIZER_STEM))
         _check(states, stored, folder)
+        stored_averages = read_headers(folder / name for name in names if _has_stem(name, EMA_STEM))
+        _check(averages, stored_averages, folder)
         if is_adapted(model):
             _refuse_unlisted({folder / ADAPTER_FILE}, folder, names)
             load_adapter_tensors(model, folder / ADAPTER_FILE)
@@ -52,6 +61,7 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
     except (ValueError, FileNotFoundError) as error:
         raise DamagedError(str(error)) from None
     read_into(states, stored)
+    read_into(averages, stored_averages)
     renew_copies(model, optimizer)
 
 

@@ -267,6 +267,7 @@ class TrainConfig:
     precision: Precision = MISSING
     clip_norm: float | None = number(above=0)
     on_nonfinite: OnNonfinite = MISSING
+    ema: float | None = number(above=0, at_most=0.999999)
     vram_budget: str | int | None = MISSING
     host_budget: str | int | None = MISSING
     warmup_steps: int = number(at_least=0)

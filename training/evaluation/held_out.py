@@ -91,11 +91,16 @@ class Evaluation:
         return digest.hexdigest()
 
     def metrics(
-        self, model: nn.Module, streams: Streams, stopped: Callable[[], bool], ranks: Ranks = ALONE
+        self,
+        model: nn.Module,
+        streams: Streams,
+        stopped: Callable[[], bool],
+        ranks: Ranks = ALONE,
+        alone: bool = False,
     ) -> dict[str, float]:
         """Evaluates the model: returns its scores and the ms that it took, or nothing once `stopped` returns True.
 
-        All `ranks` take part, and the scores are those of one device in every bit.
+        All `ranks` take part unless this one is to do it `alone`, and the scores are those of one device in every bit.
         """
         streams.synchronize()
         start = perf_counter()
@@ -106,7 +111,7 @@ class Evaluation:
         for part in parts:
             refuse_padding(model, part, "evaluation")
         scores_of = partial(scores_of_parts, self.task, model, seed=seed, device=streams.device, stopped=stopped)
-        scores = mean_scores(ranks.evaluate(parts, scores_of, "evaluate"))
+        scores = mean_scores((ALONE if alone else ranks).evaluate(parts, scores_of, "evaluate"))
         if scores is None:
             return {}
         return {f"eval/{name}": score for name, score in scores.items()} | {"eval/ms": (perf_counter() - start) * 1e3}

@@ -30,6 +30,10 @@ DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
 DEVICE_REMAINDER_BYTES = 75
 # The name of the logs for undoing updates among the parts of host memory.
 UNDO_LOG = "undo log"
+# That of the averages of weights, with the weights themselves while the averages are in their place.
+EMA = "ema"
+# The bytes of an average, which an update reads and writes.
+AVERAGE_BYTES = 4
 # The parts of the host's memory that are page-locked.
 PINNED = ("weights", "reference", "read ahead", "gradients", "activations")
 
@@ -85,19 +89,26 @@ class PlannedUpdate:
         ranks = ranks_of_host(components.config)
         rate = machine.update_gparams_s * 1e9 / ranks * speed_of(components.state_format)
         host_parameters = self.host_parameters / (ranks if components.shares_homes else 1)
+        streamed = [parameter for unit in components.footprint.trained for parameter in unit]
+        resident = components.footprint.resident
+        averaging_ms, after_ms = (_averaging_ms(some, components, machine) for some in (streamed, resident))
         if not has_gpu:
-            return UpdateTimes(host_ms=(host_parameters + self.device_parameters) / rate * 1e3)
+            updating_ms = (host_parameters + self.device_parameters) / rate * 1e3
+            return UpdateTimes(host_ms=updating_ms + averaging_ms + after_ms)
         hides = components.updates_overlap and bool(components.footprint.units)
         early = components.updates_begin_early
         device_bytes = self.device_parameters * _device_update_bytes(components)
-        host_ms, left_share = host_parameters / rate * 1e3, 1.0
+        host_ms, left_share = host_parameters / rate * 1e3 + averaging_ms, 1.0
+        if after_ms:
+            # The host waits for copies of what is on the device, and then averages it.
+            after_ms += machine.bandwidth.two_way_ms(0, _bytes(resident))
         if components.gradients.released:
             # What may be left when backward ends.
             streamed = self.host_parameters * components.dtype.itemsize
             left_share = min(components.footprint.host_gradient_bytes / max(streamed, 1), 1.0)
         return UpdateTimes(
             host_ms=host_ms,
-            device_ms=device_bytes / machine.device_gb_s / 1e6,
+            device_ms=device_bytes / machine.device_gb_s / 1e6 + after_ms,
             begins="after" if not hides else "inside" if early or speculative_share else "at the end",
             inside_share=1.0 if early else speculative_share,
             left_ms=left_share * host_ms if left_share < 1 else math.inf,
@@ -174,10 +185,20 @@ def logits_bytes(components: Components) -> int:
     return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
 
 
+def ema_bytes(components: Components) -> int:
+    """Returns the bytes of host memory that averages of the weights take; 0 where a run has none."""
+    config, trained = components.config, trained_parameters(components.model)
+    if config.ema is None:
+        return 0
+    swaps = config.eval.every is not None or config.sample.every is not None
+    return AVERAGE_BYTES * _count(trained) + (_bytes(trained) if swaps else 0)
+
+
 def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str, int]:
     """Returns bytes of host memory by part for the ranks of one host; `host` has those of one rank."""
     ranks = ranks_of_host(components.config)
-    counts = dict.fromkeys(host, ranks)
+    # The first rank has the averages.
+    counts = dict.fromkeys(host, ranks) | {EMA: 1}
     if components.shares_homes:
         # Gradients of several microbatches are added in memory of each rank, before the ranks sum them.
         own = host["gradients"] if _adds_first(components) else 0
@@ -226,8 +247,17 @@ def _of_the_host(components: Components, step: DryRun, update: PlannedUpdate) ->
         "gradients": footprint.host_gradient_bytes,
         "activations": max(step.host_bytes - streamed_bytes, 0),
         "optimizer": update.host_bytes,
+        **_if_any(EMA, ema_bytes(components)),
         "process": int(rss_gib() * GIB),
     }
+
+
+def _averaging_ms(weights: Sequence[Tensor], components: Components, machine: Machine) -> float:
+    """Returns the time in which the host averages these weights, at the speed of its memory; 0 without averages."""
+    if components.config.ema is None:
+        return 0.0
+    moved = _bytes(weights) + 2 * AVERAGE_BYTES * _count(weights)
+    return moved / (machine.update_gparams_s * RATED_UPDATE_BYTES) / 1e6
 
 
 def _if_any(part: str, nbytes: int) -> dict[str, int]:

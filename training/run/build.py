@@ -26,6 +26,7 @@ from training.run.prepare import PreparedRun, prepare
 from training.run.reference_model import AttachedModels, attached_models
 from training.runs.invocation import Invocation
 from training.settle.components import STATES_OF_SPARE, Components, acquired, trained_parameters
+from training.weights.averages import Averages
 from training.weights.filling import fill_buffers, fill_parameters
 
 
@@ -47,6 +48,7 @@ class Job(RankJob, PreparedRun):
 
     tracker: Tracker
     checkpoints: Checkpoints
+    averages: Averages | None
 
 
 @contextmanager
@@ -95,12 +97,14 @@ def build(
                 optimizer = build_optimizer(components, attached.trained, speculation, ranks.cores)
             warn_of_rates(config)
             schedule = build_schedule(config, optimizer)
+            averages = None if config.ema is None else Averages(model, config.ema)
+            averaged = {} if averages is None else averages.tensors
             if checkpoint is not None:
                 with phase("restoring the checkpoint"):
-                    checkpoint.restore(model, optimizer, schedule, components.device)
+                    checkpoint.restore(model, optimizer, schedule, components.device, averaged)
                 checkpoint.set_aside_later(run_dir)
             ranks.equalise(model, optimizer, run.start.step, attached.shared_parameters, attached.reference_model)
-            checkpoints = Checkpoints(config, run_dir, model, optimizer, streams, run.base)
+            checkpoints = Checkpoints(config, run_dir, model, optimizer, streams, run.base, averaged)
             yield Job(
                 **vars(run),
                 attached=attached,
@@ -110,6 +114,7 @@ def build(
                 ranks=ranks,
                 tracker=tracker,
                 checkpoints=checkpoints,
+                averages=averages,
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -78,6 +78,7 @@ class Loop:
             recorder.start_step(step, job.components.task.units_in(batch))
             with self._saved_if_rank_is_lost(step - 1):
                 result = run_step(job, step, batch)
+                self._average(step)
             if step == start + 1:
                 place_states_in_spare_vram(job)
             if step == config.steps:
@@ -126,6 +127,22 @@ class Loop:
     def _lacks_observation(self, step: int) -> bool:
         return self._lacks_evaluation(step) or self._lacks_sample(step)
 
+    def _average(self, step: int) -> None:
+        """Averages the weights after `step`, if the run does that: each behind its own update, beside the next step."""
+        job = self._job
+        if job.averages is None:
+            return
+        if job.ranks.count == 1:
+            job.averages.update(step, job.optimizer.follow)
+        else:
+            # Other ranks update some of what this one averages.
+            job.ranks.finish_updates(job.optimizer)
+            job.averages.update(step)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Gives the model its averages inside the block, if there are any; no update is under way."""
+        return nullcontext() if self._job.averages is None else self._job.averages.in_use()
+
     def _sample(self, step: int) -> None:
         """Records a sample after `step` steps, before their metrics, if one is due and no signal ends it."""
         job = self._job
@@ -133,7 +150,7 @@ class Loop:
             return
         with self._recorder.outside_steps():
             job.ranks.finish_updates(job.optimizer)
-            with job.attached.trained.inference():
+            with self._averaged(), job.attached.trained.inference():
                 sample = job.samples.sample(job.components.model, job.streams.device, self._is_stopped)
         if sample is not None:
             self._recorder.record_sample(step, sample)
@@ -146,8 +163,10 @@ class Loop:
         with self._recorder.outside_steps():
             # The mode waits for the updates of units that stream, and for no others.
             job.ranks.finish_updates(job.optimizer)
-            with job.attached.inference():
-                return job.evaluation.metrics(job.components.model, job.streams, self._is_stopped, job.ranks)
+            with self._averaged(), job.attached.inference():
+                # The other ranks have no averages.
+                alone = job.averages is not None
+                return job.evaluation.metrics(job.components.model, job.streams, self._is_stopped, job.ranks, alone)
 
     def _save_or_stop(self, step: int, batch: Batch) -> bool:
         """Saves the run after a step if that is due or a signal asked it to stop; returns True if the run stops."""

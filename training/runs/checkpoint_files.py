@@ -18,9 +18,11 @@ BASE_FILE = "base.json"
 WEIGHTS_STEM = "model"
 # The files of an adapter have the names that peft gives them.
 ADAPTER_STEM = "adapter"
-# The names of the files from which a model is filled begin so.
-MODEL_FILES = (WEIGHTS_STEM, ADAPTER_STEM, BASE_FILE)
 OPTIMIZER_STEM = "optimizer"
+# The averages of what trains, under the names that it has in the files of weights.
+EMA_STEM = "ema"
+# The names of the files from which a model is filled begin so.
+MODEL_FILES = (WEIGHTS_STEM, ADAPTER_STEM, BASE_FILE, EMA_STEM)
 # Beside the folders of checkpoints: a link to that of the best.
 BEST_LINK = "best"
 # A run that resumes from an earlier checkpoint renames later ones to this.

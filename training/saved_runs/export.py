@@ -55,6 +55,7 @@ from training.saved_runs.finding import (
     take_tokenizer,
 )
 from training.settle.components import Components, acquired, attached
+from training.weights.averages import averages_in
 from training.weights.files import GENERATION_FILE, SMALL_FILES
 from training.weights.filling import fill_buffers
 from training.weights.origin import ends_of, origin_of, values_in
@@ -74,9 +75,9 @@ def export(
 ) -> list[str]:
     """Writes the model of a run, or of one of its checkpoints, to the folder `out`; returns the names of its files.
 
-    The folder is complete or not there. Weights have the dtypes of the run's model. Where the run trained an
-    adapter, the folder has the adapter alone in peft's form; with `merge`, the model into which the adapter
-    is merged, which is in host memory meanwhile.
+    The folder is complete or not there. Weights have the dtypes of the run's model; those of a run with `ema` are its
+    averages. Where the run trained an adapter, the folder has the adapter alone in peft's form; with `merge`, the model
+    into which the adapter is merged, which is in host memory meanwhile.
 
     Args:
         given: the directory of a run, or of one of its checkpoints.
@@ -107,7 +108,7 @@ def export(
                 f"{run_dir}: its weights are quantised, in a form that no library loads: begin a run with them,"
                 f" quantize={chosen_format(config)[0]} model.weights={checkpoint}"
             )
-        with reading(model, stored, checkpoint) as read:
+        with reading(model, stored | averages_in(checkpoint, config.ema), checkpoint) as read:
             files = files_of(model, config, read, max_shard_bytes)
             write_whole_folder(folder, files)
     except ValueError as error:
@@ -150,25 +151,32 @@ def _of_adapter(
     components = Components.of(config, invocation, torch.device("cpu"))
     if not merge:
         texts = {} if hasattr(components.model, "network") else companions(config).files
-        return adapter_files(components.model, checkpoint) | {name: bytes_of(text) for name, text in texts.items()}
+        files = adapter_files(components.model, checkpoint, config.ema)
+        return files | {name: bytes_of(text) for name, text in texts.items()}
     model, read = merged_model(components, checkpoint)
     return files_of(model, config, read, max_shard_bytes)
 
 
-def adapter_files(model: nn.Module, checkpoint: Path) -> dict[str, Fill]:
+def adapter_files(model: nn.Module, checkpoint: Path, ema: float | None = None) -> dict[str, Fill]:
     """Returns what fills the files of the adapter of `model`, by name: a checkpoint has them in peft's form already.
 
     `model` may be on the meta device. One of diffusers has a file more, for diffusers and ComfyUI, and alpha is the
-    rank in all of its files. Warns of what these programs do not read.
+    rank in all of its files. Warns of what these programs do not read. With `ema`, the decay of the run, the values are
+    its averages.
     """
+    averages = averages_in(checkpoint, ema)
     if not of_peft.is_of_diffusers(model):
-        return {name: _copy_of(checkpoint / name) for name in (of_peft.CONFIG_FILE, of_peft.WEIGHTS_FILE)}
+        files = {name: _copy_of(checkpoint / name) for name in (of_peft.CONFIG_FILE, of_peft.WEIGHTS_FILE)}
+        if averages:
+            tensors = of_peft.adapter_values(checkpoint, averages)
+            files[of_peft.WEIGHTS_FILE] = partial(write_tensors, tensors=tensors)
+        return files
     config, file = config_of(model), of_peft.DIFFUSERS_FILE
     if config.use_dora:
         logger.warning("%s: diffusers and peft read DoRA; ComfyUI leaves its magnitudes out: give it --merge", file)
     if config.modules_to_save:
         logger.warning("%s lacks %s, which peft alone reads: give --merge", file, ", ".join(config.modules_to_save))
-    return of_peft.shared_files(model, checkpoint)
+    return of_peft.shared_files(model, checkpoint, averages)
 
 
 def merged_model(components: Components, checkpoint: Path) -> tuple[nn.Module, Read]:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, open_dict
 from torch import nn
 
 from models.adapter_files import WEIGHTS_FILE, load_adapter_tensors
+from models.safetensors_files import read_into
 from models.weights import load_weights
 from training.checkpoints.base import BaseReference
 from training.checkpoints.state import read_state
@@ -25,6 +26,7 @@ from training.runs.invocation import Invocation
 from training.runs.manifest import DamagedError, read_config, read_manifest, verify
 from training.runs.repeat import overrides_of
 from training.sweeps import launcher
+from training.weights.averages import averages_in, trained_by_name
 from training.weights.files import ModelWeights
 from training.weights.filling import fill_parameters
 from training.weights.source import source_digest
@@ -100,15 +102,17 @@ def refuse_damage(checkpoint: Path, config: DictConfig) -> None:
 
 
 def load_model(model: nn.Module, checkpoint: Path, config: DictConfig, device: torch.device) -> None:
-    """Copies the weights of a checkpoint into the model of `config`, wherever a mode has placed it.
+    """Copies the weights of a checkpoint, or their averages (`ema`), into the model of `config`, wherever it is.
 
     Where the run trains an adapter, the frozen base is made or loaded again before that. `device` is where initial
     values are computed. Raises ValueError if files do not fit the model, and UserError if the base is another.
     """
-    if not has_adapter(config):
+    if has_adapter(config):
+        weights = None if config.model.weights is None else ModelWeights.find(config.model.weights)
+        BaseReference.of(config.seed, weights).check(checkpoint, str(checkpoint))
+        fill_parameters(model, config, device, weights)
+        load_adapter_tensors(model, checkpoint / WEIGHTS_FILE)
+    else:
         load_weights(model, checkpoint)
-        return
-    weights = None if config.model.weights is None else ModelWeights.find(config.model.weights)
-    BaseReference.of(config.seed, weights).check(checkpoint, str(checkpoint))
-    fill_parameters(model, config, device, weights)
-    load_adapter_tensors(model, checkpoint / WEIGHTS_FILE)
+    if averages := averages_in(checkpoint, config.ema):
+        read_into(trained_by_name(model), averages)

@@ -10,7 +10,7 @@ from training.errors import UserError
 
 # The keys that ask for an ability, each with the value that does without.
 KEYS = {
-    "checkpoints": {"checkpoint.every": None, "checkpoint.best": None},
+    "checkpoints": {"checkpoint.every": None, "checkpoint.best": None, "ema": None},
     "evaluation": {"eval.every": None, "sample.every": None, "checkpoint.best": None},
     "clipping": {"clip_norm": None},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch.nn import functional as F
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Attached
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
+from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.streams.stream_checker import CheckedSignal
 from offload.weights.gradients import offloader
@@ -243,6 +246,40 @@ def test_copies_wait_for_updates_under_way(monkeypatch: pytest.MonkeyPatch):
         optimizer.step()
         copy.deepcopy(optimizer)
         assert not [unit.name for unit in attached._overlap._units if attached._overlap.is_pending(unit)]
+
+
+@EARLY
+@pytest.mark.parametrize("device_share", [0, 10_000])
+def test_who_follows_reads_the_weights_of_each_step(early: bool, device_share: int, monkeypatch: pytest.MonkeyPatch):
+    """Though the next step is under way meanwhile, and updates are slow."""
+    sleepy(monkeypatch)
+    model, theirs = with_copy(made(Mixed))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in names.values()}
+    expected = copy.deepcopy(seen)
+
+    def read(parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            seen[names[parameter]].append(parameter.detach().clone())
+
+    def follow(attached: Attached, optimizer: HostAdamW) -> list[torch.Tensor]:
+        taken = optimizer.follow(read)
+        assert {names[parameter] for parameter in taken} == {
+            name for name, parameter in model.named_parameters() if "blocks" in name and parameter.requires_grad
+        }
+        read(names.keys() - taken)
+        return []
+
+    def note(attached: Attached, optimizer: HostAdamW) -> list[torch.Tensor]:
+        assert not optimizer.follow(read)
+        for name, parameter in theirs.named_parameters():
+            expected[name].append(parameter.detach().clone())
+        return []
+
+    train(model, LayerStream(), early, device_share=device_share, after_step=follow)
+    train(theirs, Resident(), overlaps=False, after_step=note)
+    for name, weights in expected.items():
+        assert_same(seen[name], weights)
 
 
 def test_an_interrupt_of_a_wait_hides_no_update_from_later_waits(monkeypatch: pytest.MonkeyPatch):

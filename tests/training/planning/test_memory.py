@@ -217,3 +217,23 @@ def test_the_plan_tells_whether_a_run_speculates(overrides: tuple[str, ...], lin
     assert components.speculates == (line is not None and not line.startswith("off"))
     if "on_nonfinite=skip" in overrides:
         assert components.largest_norm == math.inf
+
+
+def test_averages_have_memory_and_time_beside_the_update_and_the_weights_are_kept_while_they_are_in_use(planned):
+    job = ("offload=layer_stream", "optimizer=host_adamw", "precision=bf16", "batch_size=2", "seq_len=16")
+    plain, averaged = planned(*job), planned(*job, "ema=0.999")
+    count = plain.trained_parameters
+    assert "ema" not in plain.host_bytes
+    assert averaged.host_bytes["ema"] == 4 * count
+    assert planned(*job, "ema=0.999", "eval.every=1").host_bytes["ema"] == 6 * count
+    assert planned(*job, "ema=0.999", "microbatches=1", "devices=2").host_bytes["ema"] == 4 * count
+    assert averaged.device_bytes == plain.device_bytes
+    streamed, all_on_device = (
+        averaged.forecast.alone_ms["host optimizer"] - plain.forecast.alone_ms["host optimizer"],
+        planned("precision=bf16", "ema=0.999").forecast.step_ms - planned("precision=bf16").forecast.step_ms,
+    )
+    # Two bytes of a weight, and eight to read and write its average, at the speed of 28 for an update.
+    rate = averaged.machine.update_gparams_s * 28e6
+    assert 0 < streamed < 10 * count / rate
+    copied = averaged.machine.bandwidth.two_way_ms(0, 2 * count)
+    assert all_on_device == pytest.approx(10 * count / rate + copied)

@@ -1,0 +1,94 @@
+"""Averages of the weights that train (EMA), in float32 in host memory: for samples, evaluations and export.
+
+The rule is that of diffusers' `EMAModel` with its defaults, which has it from TensorFlow's `ExponentialMovingAverage`:
+after step n the average moves towards the weight by 1 - min(decay, n / (9 + n)) of the distance, and in the first step
+all the way. So the average of a short run, or of the beginning of a long one, forgets the initial weights soon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models.adapter_files import adapter_parameters
+from models.adapters import is_adapted
+from models.safetensors_files import StoredTensor, read_headers
+from models.weights import named_tensors
+from training.runs.checkpoint_files import EMA_STEM
+
+# Elements that are averaged at a time, in scratch that stays in the caches.
+PIECE = 1 << 20
+
+# Calls a function with weights once they are updated, on another thread; returns these weights.
+Beside = Callable[[Callable[[Iterable[nn.Parameter]], None]], Collection[nn.Parameter]]
+
+
+def trained_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns what trains in `model`, under the names that it has in a checkpoint's files of weights."""
+    if is_adapted(model):
+        return adapter_parameters(model)
+    return {names[0]: tensor for tensor, names in named_tensors(model) if tensor.requires_grad}
+
+
+class Averages:
+    """The averages of all that trains in `model`, which has its values; `tensors` by the names of `trained_by_name`."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self._decay = decay
+        trained = trained_by_name(model)
+        # One of a tied weight, which may have several names.
+        self._average_of = {
+            weight: weight.detach().cpu().float().contiguous().clone() for weight in dict.fromkeys(trained.values())
+        }
+        self.tensors = {name: self._average_of[weight] for name, weight in trained.items()}
+
+    def update(self, step: int, beside: Beside = lambda act: ()) -> None:
+        """Averages the weights after `step`, from 1: all that `beside` does not take before this returns."""
+        add = partial(self._add, 1 - min(self._decay, step / (9 + step) if step > 1 else 0.0))
+        taken = beside(add)
+        add(weight for weight in self._average_of if weight not in taken)
+
+    @torch.no_grad()
+    def _add(self, share: float, weights: Iterable[nn.Parameter]) -> None:
+        for weight in weights:
+            average = self._average_of[weight]
+            for mean, now in zip(average.view(-1).split(PIECE), weight.reshape(-1).split(PIECE), strict=True):
+                # In the operations of EMAModel, none of which is fused: so every CPU gets the same bits.
+                mean.sub_((mean - now.cpu().float()).mul_(share))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Gives the model the averages for the block, and then the bits of its own weights, copied to host memory.
+
+        No update is under way meanwhile.
+        """
+        own = {weight: weight.detach().to("cpu", copy=True) for weight in self._average_of}
+        try:
+            _write(self._average_of)
+            yield
+        finally:
+            _write(own)
+
+
+def averages_in(checkpoint: Path, decay: float | None) -> dict[str, StoredTensor]:
+    """Returns where the averages of a checkpoint are, by name; none without `decay`, the `ema` of the configuration.
+
+    Raises ValueError if there are none though there should be.
+    """
+    if decay is None:
+        return {}
+    files = sorted(checkpoint.glob(f"{EMA_STEM}*.safetensors"))
+    if not files:
+        raise ValueError(f"ema={decay}: {checkpoint} has no averages: give ema=null for its weights")
+    return read_headers(files)
+
+
+@torch.no_grad()
+def _write(values: dict[nn.Parameter, Tensor]) -> None:
+    for weight, value in values.items():
+        weight.copy_(value)
