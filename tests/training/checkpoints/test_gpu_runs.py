@@ -23,8 +23,14 @@ MODES = {
 }
 UPDATES = {
     "torch's": ("optimizer=adamw",),
-    "early": ("optimizer=host_adamw", "precision=bf16", "clip_norm=null"),
-    "clipped, some on the device": ("optimizer=host_adamw", "precision=bf16", "optimizer.device_share=16KiB"),
+    "early": ("optimizer=host_adamw", "precision=bf16", "clip_norm=null", "ema=0.9"),
+    "clipped, some on the device": (
+        "optimizer=host_adamw",
+        "precision=bf16",
+        "optimizer.device_share=16KiB",
+        "ema=0.9",
+        "eval.every=3",
+    ),
 }
 RUN = ("device=cuda", "steps=4", "log_every=1", "checkpoint.every=1", "checkpoint.keep=4", "microbatches=2")
 
