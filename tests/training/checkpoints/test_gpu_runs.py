@@ -29,7 +29,6 @@ UPDATES = {
         "precision=bf16",
         "optimizer.device_share=16KiB",
         "ema=0.9",
-        "eval.every=3",
     ),
 }
 RUN = ("device=cuda", "steps=4", "log_every=1", "checkpoint.every=1", "checkpoint.keep=4", "microbatches=2")
