@@ -46,6 +46,12 @@ def scheduler_file(path: Path) -> Path | None:
     return next((place / SCHEDULER_FILE for place in places if (place / SCHEDULER_FILE).is_file()), None)
 
 
+def pipeline_of(scheduler: Path) -> Path | None:
+    """Returns the model_index.json of the pipeline to which the file of a scheduler belongs. None: there is none."""
+    places = [folder / PIPELINE_FILE for folder in scheduler.parents[:2]]
+    return next((file for file in places if file.is_file()), None)
+
+
 def file_of(path: str | Path) -> Path:
     """Returns what `load_weights` reads of `path`: itself, or of a folder its file or index.
 

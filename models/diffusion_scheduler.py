@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.diffusion_family import STEPS
-from models.diffusion_files import PIPELINE_FILE
+from models.diffusion_files import PIPELINE_FILE, pipeline_of
 from models.json_files import read_object
 from models.quiet_imports import import_quantisers, without_remarks
 
@@ -106,7 +106,7 @@ def shift_by_tokens(file: Path, scheduler: FlowMatchEulerDiscreteScheduler) -> C
 
     Raises ValueError where no such pipeline is found, or it has no such function.
     """
-    index = next((folder / PIPELINE_FILE for folder in file.parents[:2] if (folder / PIPELINE_FILE).is_file()), None)
+    index = pipeline_of(file)
     if index is None:
         raise ValueError(f"{file}: use_dynamic_shifting: there is no {PIPELINE_FILE} beside it to tell the pipeline")
     name, diffusers = read_object(index, ADVICE).get("_class_name"), library()

@@ -59,6 +59,7 @@ from training.weights.averages import averages_in
 from training.weights.files import GENERATION_FILE, SMALL_FILES
 from training.weights.filling import fill_buffers
 from training.weights.origin import ends_of, origin_of, values_in
+from training.weights.source import scheduler_given
 
 Read = Callable[[str], Tensor]
 
@@ -124,9 +125,12 @@ def files_of(model: nn.Module, config: DictConfig, read: Read, max_shard_bytes: 
     Raises UserError or ValueError for a model of no library, or one that its library cannot write.
     """
     if hasattr(model, "network"):
-        from models.diffusion_files import diffusion_files
+        from models.diffusion_files import diffusion_files, pipeline_of
 
-        return diffusion_files(model, max_shard_bytes, lambda name: read(f"network.{name}"))
+        files = diffusion_files(model, max_shard_bytes, lambda name: read(f"network.{name}"))
+        scheduler = scheduler_given(config.task.get("scheduler"), config.model)
+        came = () if scheduler is None else filter(None, (scheduler, pipeline_of(scheduler)))
+        return files | {file.name: bytes_of(file.read_bytes()) for file in came}
     brings = companions(config)
     texts = {name: bytes_of(content) for name, content in brings.files.items()}
     if isinstance(model, Llama):

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from models.diffusion_files import SCHEDULER_FILE, scheduler_file
 from models.diffusion_scheduler import is_flow, read_scheduler
 from models.pipelines.calls import ASKED
 from models.pipelines.model import PipelineModel
@@ -29,11 +28,10 @@ from training.config.declare import AUTO
 from training.data.packing import random_words
 from training.data.pictures import LOSS_MASK
 from training.errors import UserError, as_user_error
-from training.runs.files import home_expanded
 from training.tasks.pipeline_samples import PipelineSamples
 from training.tasks.sample import ImageSample, grid_of, to_uint8
 from training.tasks.task import Sampler, Task, refuse_language_model
-from training.weights.source import scheduler_of
+from training.weights.source import SCHEDULER, scheduler_given
 
 if TYPE_CHECKING:
     from models.diffusion_scheduler import TrainingScheduler
@@ -52,7 +50,6 @@ NEVER_DROPPED = (
 )
 # In the key of random numbers: those of the samples.
 SAMPLING = 1
-KEY = "task.scheduler"
 # A step of a sampler: from points and the prediction for them to the next points.
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -189,36 +186,19 @@ class Diffusion(Task):
 
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
         """Reads the scheduler. Raises UserError if it is of another task, or there is none for pretrained weights."""
-        file = self._scheduler_file(config)
+        file = scheduler_given(self.scheduler, config.model)
         if file is None:
             return self.fit_scheduler(None, None, model)
-        with as_user_error(f"{KEY}={self.scheduler}: ", after=f"; or take {KEY}=null"):
+        with as_user_error(f"{SCHEDULER}={self.scheduler}: ", after=f"; or take {SCHEDULER}=null"):
             scheduler = read_scheduler(file)
         if is_flow(scheduler) != self.takes_velocities:
             predicts = "velocities" if is_flow(scheduler) else scheduler.config.prediction_type
             other = "flow_matching" if is_flow(scheduler) else "noise_prediction"
-            or_none = "" if config.model.get("weights") else f", or {KEY}=null for weights from the seed"
+            or_none = "" if config.model.get("weights") else f", or {SCHEDULER}=null for weights from the seed"
             raise UserError(
                 f"task={self.name}: {file} belongs to a model that predicts {predicts}: take task={other}{or_none}"
             )
         return self.fit_scheduler(file, scheduler, model)
-
-    def _scheduler_file(self, config: DictConfig) -> Path | None:
-        if self.scheduler is None:
-            return None
-        if self.scheduler != AUTO:
-            if (file := scheduler_file(home_expanded(KEY, self.scheduler))) is None:
-                raise UserError(
-                    f"{KEY}={self.scheduler}: no {SCHEDULER_FILE} there: give that file, its folder, or a pipeline's"
-                )
-            return file
-        file = scheduler_of(config.model)
-        if file is None and (weights := config.model.get("weights")):
-            raise UserError(
-                f"{KEY}={AUTO}: there is no {SCHEDULER_FILE} beside model.weights={weights}, so what the model predicts"
-                f" is not known: give {KEY}=FILE, or null if task={self.name} with its defaults trained it"
-            )
-        return file
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         """Raises UserError if the dataset has no images, or not the conditions that the model takes."""

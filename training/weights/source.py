@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from models.diffusion_files import PIPELINE_FILE, SCHEDULER_FILE, scheduler_file
+from training.config.declare import AUTO
 from training.data.hub_client import HubName
 from training.errors import UserError, as_user_error
 from training.metrics.progress import phase
@@ -18,6 +19,7 @@ from training.runs.files import home_expanded
 from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, weight_files_in
 
 KEY = "model.source"
+SCHEDULER = "task.scheduler"
 SCHEDULER_FILES = [PIPELINE_FILE, f"scheduler/{SCHEDULER_FILE}"]
 
 
@@ -79,6 +81,28 @@ def scheduler_of(model: DictConfig) -> Path | None:
         if path.exists() and (file := scheduler_file(path)):
             return file
     return None
+
+
+def scheduler_given(given: str | None, model: DictConfig) -> Path | None:
+    """Returns the scheduler_config.json that task.scheduler gives; auto: that of the model's files. None: none.
+
+    Raises UserError if it is not there, or as `scheduler_of`, and where pretrained weights come without one.
+    """
+    if given is None:
+        return None
+    if given != AUTO:
+        if (file := scheduler_file(home_expanded(SCHEDULER, given))) is None:
+            raise UserError(
+                f"{SCHEDULER}={given}: no {SCHEDULER_FILE} there: give that file, its folder, or a pipeline's"
+            )
+        return file
+    file = scheduler_of(model)
+    if file is None and (weights := model.get("weights")):
+        raise UserError(
+            f"{SCHEDULER}={AUTO}: there is no {SCHEDULER_FILE} beside model.weights={weights}, so what the model"
+            f" predicts is not known: give {SCHEDULER}=FILE, or null if this task with its defaults trained it"
+        )
+    return file
 
 
 def weights_of_source(model: DictConfig) -> str | None:
