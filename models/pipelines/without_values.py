@@ -123,5 +123,8 @@ class _KnownIntegers(TorchDispatchMode):
         found = function(*args, **kwargs)
         if isinstance(found, Tensor) and found.is_meta and not found.is_floating_point():
             # Made on the device of the encoder, or moved there.
-            return function(*args, **kwargs | {"device": CPU})
+            found = function(*args, **kwargs | {"device": CPU})
+        if isinstance(found, Tensor) and not found.is_meta and not found._is_view():
+            # Counted where memory is, for as long as this one lives.
+            found.on_meta = torch.empty_like(found, device="meta")
         return found

@@ -53,22 +53,39 @@ class OutOfMemoryError(UserError):
 
 def refuse_misfit(components: Components, plan: RunPlan) -> None:
     """Raises MisfitError if the run does not fit; with force=true it warns in one line instead."""
-    limits = exceeded(components, plan)
-    if not limits:
+    limits, before = exceeded(components, plan), {}
+    if plan.encoding is not None:
+        totals = {key: total for key, total in plan.encoding.totals.items() if plan.has_gpu or key != "vram_budget"}
+        before = limits_below(components, totals, totals)
+    if not limits and not before:
         return
     if components.config.force:
-        logger.warning("force=true starts a run that does not fit: %s", shortfalls(plan.totals, limits))
+        found = [shortfalls(plan.totals, limits)] if limits else []
+        found += [f"encoding: {shortfalls(plan.encoding.totals, before)}"] if before else []
+        logger.warning("force=true starts a run that does not fit: %s", "; ".join(found))
         return
-    raise MisfitError(f"the run does not fit: {misfit(components, plan, limits)}; force=true starts it anyway")
+    reason = misfit(components, plan, limits, before)
+    raise MisfitError(f"the run does not fit: {reason}; force=true starts it anyway")
 
 
-def misfit(components: Components, plan: RunPlan, limits: Mapping[str, Limit]) -> str | None:
-    """Returns one line on the `limits` that the plan exceeds, with the key, both sizes and what to change; or None."""
+def misfit(
+    components: Components, plan: RunPlan, limits: Mapping[str, Limit], before: Mapping[str, Limit]
+) -> str | None:
+    """Returns one line on the limits that the plan exceeds, with the key, both sizes and what to change; or None.
+
+    `limits` are those of the steps, `before` of the encoding before them.
+    """
     short = {key: limit for key, limit in limits.items() if plan.totals[key] > limit.nbytes}
     lines = [
         f"{shortfalls(plan.totals, {key: limit})}: take"
         f" {memory_advice(components, plan, key, plan.totals[key] - limit.nbytes)}"
         for key, limit in short.items()
+    ]
+    encoding = plan.encoding
+    lines += [
+        f"encoding: {shortfalls(encoding.totals, {key: limit})}: take {encoding.advice(key)}"
+        for key, limit in (before.items() if encoding is not None else ())
+        if encoding.totals[key] > limit.nbytes
     ]
     return "; ".join(lines) or None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from training.errors import UserError, first_line
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
 from training.planning.dry_step import MOST_DRY, dry_step, reference_note, refuse_shapes, without_dry_run
+from training.planning.encoding import planned_encoding
 from training.planning.fit import misfit
 from training.planning.machine import PRESETS, Machine, machine_of
 from training.planning.memory import PlannedMemory, PlannedUpdate, budgets_of, logits_bytes
@@ -72,12 +73,14 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     if config.model.weights is not None:
         # A plan needs no weights, and sends no request for them.
         ModelWeights.find(config.model.weights, ask=False)
-    facts = _facts(components)
+    dataset = _read(components)
     with phase("measuring the machine"):
         machine = machine_of(components)
     with phase("planning"):
-        _, plan = plan_filled(components, machine, has_gpu=machine.vram_gib is not None)
-    plan = replace(plan, facts=facts)
+        has_gpu = machine.vram_gib is not None
+        with planned_encoding(dataset, components, machine, has_gpu) as encoding:
+            _, plan = plan_filled(components, machine, has_gpu)
+    plan = replace(plan, facts=facts_of(dataset), encoding=encoding)
     if not plan.has_gpu:
         plan = replace(plan, notes=(*plan.notes, NO_GPU))
     print_plan(plan.rows(), title=f"Plan: {invocation.title}")
@@ -87,19 +90,19 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
         picture = invocation.run_dir / PLAN_PICTURE
         draw_timeline(plan, config.microbatches, picture, title)
         print(f"picture {visible(picture)}")
-    summary = {"status": "planned", "reason": misfit(components, plan, plan.limits()), **plan.summary()}
+    summary = {"status": "planned", "reason": misfit(components, plan, plan.limits(), plan.limits()), **plan.summary()}
     write_summary(invocation.run_dir, summary)
     return summary
 
 
-def _facts(components: Components) -> Mapping[str, str]:
-    """Reads a dataset that has facts, which refuses what a run of it would; others are not read."""
+def _read(components: Components) -> object:
+    """Reads a dataset that has facts, which refuses what a run of it would; None for others, which are not read."""
     if not has_facts(components.config):
-        return {}
+        return None
     with phase("reading the dataset"):
         dataset = build_dataset(components.config, components.model, components.invocation.run_dir)
     components.task.check(components.config, dataset, components.model)
-    return facts_of(dataset)
+    return dataset
 
 
 def plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tuple[Components, RunPlan]:

@@ -11,9 +11,12 @@ from typing import Any
 from offload.knobs import GIB, format_bytes
 from offload.planning import Forecast, Work
 from training.metric_names import PLANNED
+from training.planning.encoding import PlannedEncoding
 from training.planning.machine import Machine
 from training.profiling.hardware import provenance
 from training.runs.files import PLAN_FILE, write_whole
+
+BUDGETS = ("vram_budget", "host_budget")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class RunPlan:
         budgets: what was asked for or what the machine has, whichever is less; None if neither is known.
         model_flops: those of a step without recomputation; 0 where they are not known.
         clipped_ms: the time of a step that is clipped, where other steps update before their norm is known; else None.
+        encoding: of captioned pictures, before the first step; None where nothing is to be encoded, or that is unknown.
         floor_ms: the shortest possible step; None on the CPU, whose figures are no bound.
     """
 
@@ -58,6 +62,7 @@ class RunPlan:
     machine: Machine
     has_gpu: bool
     clipped_ms: float | None = None
+    encoding: PlannedEncoding | None = None
     kept_bytes: int = 0
     streamed: float | None = None
     timeline: tuple[Work, ...] = ()
@@ -131,21 +136,23 @@ class RunPlan:
             "notes": list(self.notes),
             "chosen": dict(self.chosen),
             "data": dict(self.facts),
+            "encoding": None if self.encoding is None else asdict(self.encoding),
         }
 
     def rows(self) -> dict[str, str]:
         """Returns the plan for people: values by label."""
-        step = self.step_bytes
+        step, before = self.step_bytes, self.encoding
         device = "device" if self.has_gpu else "device (here the host)"
         return {
             "hardware": f"{self.machine.name} ({self.machine.source})",
             **self.chosen,
             **{f"data: {name}": fact for name, fact in self.facts.items()},
+            **({} if before is None else before.rows(device, *(self._against(key, before.totals) for key in BUDGETS))),
             **({} if self.trained_parameters == self.parameters else {"parameters that train": self._trained()}),
             **{f"{device}: {name}": format_bytes(part) for name, part in self.device_bytes.items() if part},
-            f"{device}: at its peak": self._against("vram_budget"),
+            f"{device}: at its peak": self._against("vram_budget", self.totals),
             **{f"host: {name}": format_bytes(part) for name, part in self.host_bytes.items() if part},
-            "host: in all": self._against("host_budget"),
+            "host: in all": self._against("host_budget", self.totals),
             **{
                 f"copied {way} a step": _copies(step[way], step[f"activations {way}"])
                 for way in ("in", "out")
@@ -162,9 +169,11 @@ class RunPlan:
     def _trained(self) -> str:
         return f"{self.trained_parameters:,} of {self.parameters:,}, {self.trained_parameters / self.parameters:.2%}"
 
-    def _against(self, budget: str) -> str:
-        total, limit = format_bytes(self.totals[budget]), self.limits().get(budget)
-        return total if limit is None else f"{total} of {limit}: {'fits' if self.fits[budget] else 'DOES NOT FIT'}"
+    def _against(self, budget: str, totals: Mapping[str, int]) -> str:
+        needed, limit = totals[budget], self.limits().get(budget)
+        if limit is None:
+            return format_bytes(needed)
+        return f"{format_bytes(needed)} of {limit}: {'fits' if needed <= limit.nbytes else 'DOES NOT FIT'}"
 
     def _origin(self, key: str, nbytes: int) -> str:
         all_gib = {"vram_budget": self.machine.vram_gib, "host_budget": self.machine.host_gib}[key]

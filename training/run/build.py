@@ -74,7 +74,9 @@ def build(
         with phase("measuring the bus"):
             hardware = record_hardware(streams, run_dir)
         plan.write(run_dir)
-        print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
+        if plan.encoding is None:
+            # Else it was, before the encoding.
+            print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
         # Before anything large is allocated, so that the tracker also records a run that has no memory.
         # Two runs that resume elsewhere from one checkpoint would be mixed in wandb.
         tracking_id = run.start.tracking_id if run.resumes_here else None

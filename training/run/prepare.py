@@ -19,8 +19,9 @@ from training.errors import UserError
 from training.evaluation.held_out import Evaluation
 from training.evaluation.reference import saved_reference
 from training.evaluation.samples import Samples
-from training.metrics.progress import phase
+from training.metrics.progress import phase, print_plan
 from training.parallel.ranks import Ranks
+from training.planning.encoding import planned_encoding
 from training.planning.fit import refuse_misfit
 from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
@@ -96,13 +97,26 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     refuse_foreign_tokenizer(config, download=True)
     with phase("reading the dataset"):
         dataset = build_dataset(config, components.model, invocation.run_dir)
-    encode_missing(dataset, components)
     if config.epochs is not None:
         # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
         config = with_steps(config, dataset)
         components = components.with_config(config)
     components.task.check(config, dataset, components.model)
     check_best(config, components.task)
+    with phase("measuring the machine"):
+        machine = machine_of(components)
+    has_gpu = components.device.type == "cuda"
+    with planned_encoding(dataset, components, machine, has_gpu) as encoding:
+        if encoding is None:
+            # The plan needs its results.
+            encode_missing(dataset, components)
+        with phase("planning"):
+            components, plan = plan_filled(components, machine, has_gpu)
+    plan = replace(plan, facts=facts_of(dataset), encoding=encoding)
+    refuse_misfit(components, plan)
+    if encoding is not None:
+        print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
+        encode_missing(dataset, components, encoding)
     evaluation = Evaluation.of(config, components.task, dataset)
     samples = Samples.of(config, components.task, components.model)
     if checkpoint is not None:
@@ -110,12 +124,6 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         checkpoint.check_data(dataset, evaluation.sha256)
         if components.task.needs_table and checkpoint.state.step:
             components.task.table = saved_reference(checkpoint.folder, config, dataset)
-    with phase("measuring the machine"):
-        machine = machine_of(components)
-    with phase("planning"):
-        components, plan = plan_filled(components, machine, has_gpu=components.device.type == "cuda")
-    plan = replace(plan, facts=facts_of(dataset))
-    refuse_misfit(components, plan)
     ranks.check_model(components.model)
     base = None if adapter is None else base_of_run(config, checkpoint, weights)
     return PreparedRun(

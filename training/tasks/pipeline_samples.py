@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
+from models.pipelines.encoded import EncodedFolder
 from models.pipelines.model import PipelineModel
 from models.pipelines.sampling import PipelineSampler
 from training.errors import UserError
@@ -21,7 +21,8 @@ from training.tasks.task import Sampler
 class PipelineSamples(Sampler):
     """Makes a picture of each of `sample.prompts`, with what the pipeline's text encoders made of them."""
 
-    prompts: Mapping[str, list[Any]]
+    prompts: tuple[str, ...]
+    encoded: EncodedFolder
     size: tuple[int, int]
     steps: int
     seed: int
@@ -29,21 +30,23 @@ class PipelineSamples(Sampler):
 
     @classmethod
     def of(cls, config: DictConfig, model: PipelineModel, steps: int) -> PipelineSamples:
-        """Returns the sampler of a run. Raises UserError without prompts, or where they are not encoded yet."""
+        """Returns the sampler of a run, which encodes the prompts before. Raises UserError without any."""
         given = f"sample.every={config.sample.every}"
         if not config.sample.prompts:
             raise UserError(f"{given}: give sample.prompts=['a cat', 'a dog'], of which pictures are made")
-        folder = model.encoded()
-        encoded = {prompt: folder.prompt_of(prompt) for prompt in config.sample.prompts}
-        if missing := [prompt for prompt, found in encoded.items() if found is None]:
-            raise UserError(f"{given}: sample.prompts has '{missing[0]}', which is encoded with dataset=captioned only")
-        return cls(encoded, sample_size(config), steps, config.seed)
+        return cls(tuple(config.sample.prompts), model.encoded(), sample_size(config), steps, config.seed)
 
     def sample(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> ImageSample | None:
+        pictures = self.pictures(model, device, stopped)
+        return None if pictures is None else ImageSample(grid_of(pictures), " | ".join(self.prompts))
+
+    def pictures(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> Tensor | None:
+        """Returns the pictures of all prompts, uint8 [n, height, width, 3], or as `sample`."""
         if self.sampler is None:
             self.sampler = PipelineSampler(model.folder, model.network, model.network.dtype, device)
         pictures = []
-        for number, (prompt, encoded) in enumerate(self.prompts.items()):
+        for number, prompt in enumerate(self.prompts):
+            encoded = self.encoded.prompt_of(prompt)
             made = self.sampler.picture(prompt, encoded, self.size, self.steps, self.seed + number, stopped)
             if made is None:
                 return None
@@ -51,7 +54,7 @@ class PipelineSamples(Sampler):
         images = torch.stack(pictures)
         if not images.isfinite().all():
             raise ValueError("the model's predictions are not finite")
-        return ImageSample(grid_of(to_uint8(images)), " | ".join(self.prompts))
+        return to_uint8(images)
 
 
 def sample_size(config: DictConfig) -> tuple[int, int]:

@@ -57,7 +57,7 @@ def test_losses_are_equal_under_each_mode_and_encoders_run_once(
         expected = expected or found
         assert found == expected, mode
         # All later runs have what this one has encoded.
-        monkeypatch.setattr(encoding, "open_pipeline", None)
+        monkeypatch.setattr(encoding, "opened", None)
 
 
 @pytest.mark.gpu

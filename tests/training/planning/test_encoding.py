@@ -1,0 +1,177 @@
+"""The encoding of pictures is planned before any run: its shapes, bytes and time; and a run does what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models.pipelines.latents import encoded
+from models.pipelines.opening import encoders_of, open_pipeline
+from models.pipelines.recording import CPU, Asked, Recorder
+from models.pipelines.without_values import answering, parts_without_values
+from offload.modes.layer_stream import LayerStream
+from offload.planning import MemoryTracker
+from tests.models.helpers.tiny_pipelines import PIPELINES, saved
+from tests.training.helpers.captioned import draw_pictures, overrides_of
+from tests.training.helpers.in_process import components_of, composed, run_here
+from training.data.building import build_dataset
+from training.planning import encoding
+from training.planning.encoding import TEXTS, VAE, PlannedEncoding, _Part, encoder_mode, planned_encoding
+from training.planning.fit import MisfitError
+from training.planning.machine import machine_of
+from training.planning.plan import plan_only
+from training.run.encoding import encode_missing
+
+NOISE_TASKS = ("sdxl", "pixart", "stable_diffusion")
+SIZE = (64, 64)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "offload-training" / "encoded"
+
+
+@pytest.fixture(scope="module")
+def pipeline_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folders: dict[str, Path] = {}
+    return lambda name: folders.setdefault(name, folders.get(name) or saved(name, tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+def given(name: str, pipeline: Path, pictures: Path, *others: str) -> list[str]:
+    task = "noise_prediction" if name in NOISE_TASKS else "flow_matching"
+    return [*overrides_of(pipeline, pictures, task), *others]
+
+
+def shapes(batch: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "qwen_image" else pytest.mark.slow) for name in PIPELINES]
+)
+def test_a_plan_before_any_run_has_the_shapes_of_the_run(name: str, pipeline_of, pictures: Path, cache: Path):
+    components = components_of(*given(name, pipeline_of(name), pictures))
+    dataset = build_dataset(components.config, components.model, cache)
+    with planned_encoding(dataset, components, machine_of(components), has_gpu=True) as plan:
+        planned = components.task.meta_batch(components.config, 2)
+    assert not cache.exists()
+    encode_missing(dataset, components, plan)
+    assert shapes(components.task.meta_batch(components.config, 2)) == shapes(planned)
+    kept = sum(tensor.nbytes for file in cache.rglob("*.safetensors") for tensor in load_file(file).values())
+    # Captions and pictures are taken to be as large as the largest.
+    assert 0.5 * plan.kept_bytes < kept <= plan.kept_bytes
+    with planned_encoding(dataset, components, machine_of(components), has_gpu=True) as again:
+        assert again is None
+
+
+def of_the_cpu(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from of_the_cpu(value)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_peak_is_that_of_encoders_with_values(
+    name: str, pipeline_of, pictures: Path, monkeypatch: pytest.MonkeyPatch
+):
+    components = components_of(*given(name, pipeline_of(name), pictures))
+    machine, network, folder = machine_of(components), components.model.network, components.model.folder
+    without = open_pipeline(folder, network, components.dtype, parts=parts_without_values(folder, components.dtype))
+    texts, vae = encoders_of(without, network)
+    with answering(texts) as forwards:
+        noise = Recorder(without, network, CPU).record(Asked(("a cube",), SIZE, SIZE)).noise[1:]
+    encode = [lambda: encoded(vae, torch.empty(3, *SIZE, device="meta"), noise)]
+    planned = [_Part.of(components, machine, False, {each.encoder: [each]}) for each in forwards]
+    planned.append(_Part.of(components, machine, False, {vae: encode}))
+    texts, vae = encoders_of(open_pipeline(folder, network, components.dtype), network)
+    # The same count, of tensors with values.
+    monkeypatch.setattr("offload.planning.memory_tracker._counted", of_the_cpu)
+
+    def peak(forward: Callable[[], object]) -> int:
+        tracker = MemoryTracker()
+        with torch.no_grad(), tracker.recording():
+            found = forward()
+        del found
+        return tracker.peak_bytes
+
+    assert peak(lambda: encoded(vae, torch.zeros(3, *SIZE), noise)) == planned.pop().moving_bytes
+    for encoder, forward, plan in zip(texts, forwards, planned, strict=True):
+        real = peak(lambda: encoder(*forward.arguments, **forward.keywords))  # noqa: B023
+        # A plan has masks twice.
+        assert real <= plan.moving_bytes <= 1.03 * real
+
+
+def test_encoders_stream_where_the_mode_can(pipeline_of, pictures: Path):
+    components = components_of(
+        *given("flux", pipeline_of("flux"), pictures), "offload=layer_stream", "offload.resident=1"
+    )
+    texts, _ = encoders_of(open_pipeline(components.model.folder, components.model.network, torch.float32), None)
+    assert [type(encoder_mode(each.requires_grad_(False), components.config)) for each in texts] == [LayerStream] * 2
+    part = _Part.of(components, machine_of(components), True, {texts[1].to("meta"): []})
+    assert part.streams
+    assert part.resident_bytes + part.moving_bytes < sum(tensor.nbytes for tensor in texts[1].parameters())
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_encoded(
+    pipeline_of, pictures: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+):
+    overrides = given("sdxl", pipeline_of("sdxl"), pictures)
+    summary = plan_only(*composed(*overrides, "vram_budget=100KiB", run_dir=tmp_path))
+    assert "encoding: vram_budget: " in summary["reason"]
+    assert "take a smaller dataset.size, or encode where there is more (steps=1)" in summary["reason"]
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    with pytest.raises(MisfitError, match=r"encoding: host_budget: .* take encode where there is more"):
+        run_here(tmp_path / "run", *overrides, "host_budget=1MiB")
+    assert not cache.exists()
+
+
+def test_a_run_prints_its_plan_and_then_the_time_of_the_encoding(
+    pipeline_of, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_here(tmp_path / "run", *given("sd3", pipeline_of("sd3"), pictures), "sample.every=2", "sample.prompts=[a cat]")
+    printed = capsys.readouterr().out
+    assert printed.count("Plan: ") == 1
+    before, after = printed.split("encoded 6 pictures and 5 texts in ")
+    assert "predicted step" in before
+    assert ", planned 0.0 s\n" in after
+
+
+def test_encoders_that_need_values_are_encoded_before_the_plan(
+    pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def needs(*_: object) -> None:
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(encoding, "parts_without_values", needs)
+    run_here(tmp_path / "run", *given("sd3", pipeline_of("sd3"), pictures))
+    printed = capsys.readouterr().out
+    assert printed.index("encoded 6 pictures") < printed.index("Plan: ")
+
+
+@pytest.mark.parametrize(
+    ("part", "slots", "advice"),
+    [
+        (VAE, "offload.slots", "a smaller dataset.size, or"),
+        (TEXTS, None, "offload=layer_stream, or"),
+        (TEXTS, "offload.slots", "fewer offload.slots, or"),
+    ],
+)
+def test_advice(part: str, slots: str | None, advice: str):
+    sizes = {TEXTS: 1, VAE: 1} | {part: 2}
+    plan = PlannedEncoding("", sizes, host_bytes=5, kept_bytes=0, seconds=0.0, slots=slots)
+    assert plan.totals == {"vram_budget": 2, "host_budget": 5}
+    assert plan.advice("vram_budget").startswith(advice)
+    assert plan.advice("host_budget").startswith("encode where there is more")
