@@ -21,7 +21,8 @@ from models.safetensors_files import StoredTensor, read_headers
 from models.weights import named_tensors
 from training.runs.checkpoint_files import EMA_STEM
 
-# Elements that are averaged at a time, in scratch that stays in the caches.
+# The most elements that are averaged at a time, in scratch that stays in the caches. Small weights are joined to as
+# many: a device is asked once for all of them.
 PIECE = 1 << 20
 
 # Calls a function with weights once they are updated, on another thread; returns these weights.
@@ -41,10 +42,13 @@ class Averages:
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
         trained = trained_by_name(model)
-        # One of a tied weight, which may have several names.
-        self._average_of = {
-            weight: weight.detach().cpu().float().contiguous().clone() for weight in dict.fromkeys(trained.values())
-        }
+        # Of a tied weight, which may have several names, there is one.
+        weights = list(dict.fromkeys(trained.values()))
+        self._flat = torch.empty(sum(weight.numel() for weight in weights), dtype=torch.float32, device="cpu")
+        parts = self._flat.split([weight.numel() for weight in weights])
+        self._average_of = {weight: part.view(weight.shape) for weight, part in zip(weights, parts, strict=True)}
+        for weight, average in self._average_of.items():
+            average.copy_(weight.detach())
         self.tensors = {name: self._average_of[weight] for name, weight in trained.items()}
 
     def update(self, step: int, beside: Beside = lambda act: ()) -> None:
@@ -55,11 +59,29 @@ class Averages:
 
     @torch.no_grad()
     def _add(self, share: float, weights: Iterable[nn.Parameter]) -> None:
-        for weight in weights:
-            average = self._average_of[weight]
-            for mean, now in zip(average.view(-1).split(PIECE), weight.reshape(-1).split(PIECE), strict=True):
+        for group in self._groups(weights):
+            flat = [weight.reshape(-1) for weight in group]
+            values = flat[0] if len(flat) == 1 else torch.cat(flat)
+            first = self._average_of[group[0]].storage_offset()
+            means = self._flat[first : first + len(values)]
+            for mean, now in zip(means.split(PIECE), values.split(PIECE), strict=True):
                 # In the operations of EMAModel, none of which is fused: so every CPU gets the same bits.
-                mean.sub_((mean - now.cpu().float()).mul_(share))
+                mean.sub_((mean - _on_host(now).float()).mul_(share))
+
+    def _groups(self, weights: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Returns the weights in groups of one device whose averages follow each other: of a piece, or a larger one."""
+        groups: list[list[nn.Parameter]] = []
+        first = end = 0
+        for weight in weights:
+            start = self._average_of[weight].storage_offset()
+            joins = bool(groups) and start == end and weight.device == groups[-1][0].device
+            end = start + weight.numel()
+            if joins and end - first <= PIECE:
+                groups[-1].append(weight)
+            else:
+                groups.append([weight])
+                first = start
+        return groups
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -86,6 +108,13 @@ def averages_in(checkpoint: Path, decay: float | None) -> dict[str, StoredTensor
     if not files:
         raise ValueError(f"ema={decay}: {checkpoint} has no averages: give ema=null for its weights")
     return read_headers(files)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":
+        return values
+    # Of page-locked memory torch keeps what was made before.
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
 
 
 @torch.no_grad()

@@ -71,6 +71,24 @@ def test_averages_are_those_of_diffusers_bit_for_bit():
         torch.testing.assert_close(average, torchs.module.get_parameter(name).detach())
 
 
+def test_averages_do_not_depend_on_how_weights_are_joined_and_who_averages_them(monkeypatch: pytest.MonkeyPatch):
+    found = []
+    for piece in (PIECE, 1000):
+        monkeypatch.setattr("training.weights.averages.PIECE", piece)
+        model = layers()
+        averages = Averages(model, 0.5)
+
+        def beside(act: Callable, model: nn.Module = model) -> set[nn.Parameter]:
+            act([model[1].bias, model[0].weight])
+            return {model[1].bias, model[0].weight}
+
+        for step in range(1, 5):
+            moved(model, step)
+            averages.update(step, *(() if piece == PIECE else (beside,)))
+        found.append(averages.tensors)
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
 @torch.no_grad()
 def load(model: nn.Module, averages: Averages) -> None:
     for name, average in averages.tensors.items():
