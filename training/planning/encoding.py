@@ -23,13 +23,14 @@ from models.pipelines.opening import encoders_of, open_pipeline
 from models.pipelines.recording import CPU, Asked, Recorder
 from models.pipelines.videos import check_frames
 from models.pipelines.without_values import EncoderForward, answering, parts_without_values
+from models.quiet_imports import without_remarks
 from offload import Mode, Resident
 from offload.knobs import GIB, format_bytes
 from offload.planning import dry_run_forwards
 from training.config.construct import make_mode
 from training.config.modes import weights_node
 from training.data.captioned.dataset import Captioned, Missing
-from training.errors import UserError, as_user_error
+from training.errors import UserError, as_user_error, first_line
 from training.planning.machine import Machine
 from training.profiling.hardware import rss_gib
 from training.settle.components import Components
@@ -129,6 +130,7 @@ def planned_encoding(
         except UserError:
             raise
         except Exception as error:  # a part may fail in any way on tensors without values, and yet run on real ones
+            logger.warning("the encoding of pictures cannot be planned: %s", first_line(error))
             logger.debug("no plan of the encoding", exc_info=error)
     if found is None:
         yield None
@@ -208,7 +210,8 @@ def _planned(
     pipeline = opened(components, parts=parts_without_values(model.folder, components.dtype))
     texts, vae = encoders_of(pipeline, model.network)
     recorder, size = Recorder(pipeline, model.network, CPU), sample_size(components.config)
-    with answering(texts) as forwards:
+    # A run makes them.
+    with without_remarks(), answering(texts) as forwards:
         calls = [call for _, call in todo.calls(recorder)]
         for prompt in todo.prompts:
             recorder.encoded(Asked((prompt,), size, size))

@@ -20,6 +20,7 @@ from tests.models.helpers.tiny_pipelines import PIPELINES, saved
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of, composed, run_here
 from training.data.building import build_dataset
+from training.errors import UserError
 from training.planning import encoding
 from training.planning.encoding import TEXTS, VAE, PlannedEncoding, _Part, encoder_mode, planned_encoding
 from training.planning.fit import MisfitError
@@ -150,7 +151,12 @@ def test_a_run_prints_its_plan_and_then_the_time_of_the_encoding(
 
 
 def test_encoders_that_need_values_are_encoded_before_the_plan(
-    pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pipeline_of,
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ):
     def needs(*_: object) -> None:
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
@@ -159,6 +165,9 @@ def test_encoders_that_need_values_are_encoded_before_the_plan(
     run_here(tmp_path / "run", *given("sd3", pipeline_of("sd3"), pictures))
     printed = capsys.readouterr().out
     assert printed.index("encoded 6 pictures") < printed.index("Plan: ")
+    assert "the encoding of pictures cannot be planned: Tensor.item() cannot be called on meta" in caplog.text
+    with pytest.raises(UserError, match=r"^dataset=captioned: its pictures are not encoded yet.*begin a run first"):
+        plan_only(*composed(*given("sd3", pipeline_of("sd3"), pictures, "dataset.size=96"), run_dir=tmp_path))
 
 
 @pytest.mark.parametrize(
