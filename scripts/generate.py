@@ -4,12 +4,14 @@
     python scripts/generate.py runs/a/checkpoints/step-00000500 'def main(' offload=layer_stream device=cpu
     python scripts/generate.py runs/a '' --tokens 400 --temperature 0          # from the start of a document, greedy
     python scripts/generate.py runs/a --chat                                   # a conversation; an empty line ends it
+    python scripts/generate.py runs/b 'a red circle' --picture circle.png      # of model=pipeline
 
 The model is made as the run made it, under the run's offload mode, so a model that does not fit the GPU generates too.
 KEY=VALUE and GROUP=OPTION change the run's configuration, as for train.py. The same seed gives the same text in every
-mode. An empty prompt begins a new document. A text ends after --tokens, or where the model ends it: with its
-tokenizer's end of text, or another end that its generation_config.json and config.json name. With --chat each line of
-the input is what the user says, and the answer, of at most --tokens, is written as it is drawn.
+mode. Where the run has averages of its weights (ema), these generate, and with ema=null the weights. An empty prompt
+begins a new document. A text ends after --tokens, or where the model ends it: with its tokenizer's end of text, or
+another end that its generation_config.json and config.json name. With --chat each line of the input is what the user
+says, and the answer, of at most --tokens, is written as it is drawn.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from training.data.tokenizer import Tokenizer
+    from training.settle.components import Components
 
 RANGES = {
     "tokens": {"at_least": 1},
@@ -74,6 +77,21 @@ class Writer:
     drawing: dict[str, Any]
 
 
+def components_of(options: argparse.Namespace) -> tuple[Components, Path]:
+    """Returns the components of the run, and its checkpoint. Raises UserError for everything that the user can fix."""
+    check_ranges(options)
+    run_dir, checkpoint = found(options.run)
+    config, invocation = configuration(run_dir, options.overrides)
+    checkpoint = checkpoint or newest_checkpoint(run_dir)
+    take_tokenizer(config, checkpoint)
+    from training.profiling.hardware import resolve_device
+    from training.settle.components import Components
+
+    components = Components.of(config, invocation, resolve_device(config.device))
+    refuse_damage(checkpoint, config)
+    return components, checkpoint
+
+
 @contextmanager
 def writer(
     options: argparse.Namespace, prompt_of: Callable[[DictConfig, Tokenizer], Sequence[int]]
@@ -82,25 +100,17 @@ def writer(
 
     Raises UserError for everything that the user can fix.
     """
-    check_ranges(options)
-    run_dir, checkpoint = found(options.run)
-    config, invocation = configuration(run_dir, options.overrides)
-    checkpoint = checkpoint or newest_checkpoint(run_dir)
-    take_tokenizer(config, checkpoint)
-    from training.evaluation.held_out import observed
+    components, checkpoint = components_of(options)
+    config = components.config
     from training.planning.fit import refuse_text
-    from training.profiling.hardware import resolve_device
-    from training.saved_runs.finding import load_model
-    from training.settle.components import Components, acquired, attached
     from training.tasks.text_samples import check_vocabulary, refuse_model, refuse_positions, tokenizer_of
-    from training.weights.filling import fill_buffers
     from training.weights.origin import stops_of
 
-    components = Components.of(config, invocation, resolve_device(config.device))
+    if "pipeline" in config.dataset:
+        raise UserError(f"{options.run}: its model makes pictures: give --picture FILE.png")
     tokenizer = tokenizer_of(config, options.run)
     check_vocabulary(config, components.model, tokenizer.vocab_size)
     refuse_model(components.model, options.run)
-    refuse_damage(checkpoint, config)
     prompt = prompt_of(config, tokenizer)
     positions = len(prompt) + options.tokens
     # The last token is only drawn.
@@ -109,14 +119,25 @@ def writer(
     if positions > config.seq_len:
         print(f"note: the text may be longer than seq_len={config.seq_len}, the longest in training", file=sys.stderr)
     drawing = {name: getattr(options, name) for name in RANGES}
+    with filled(components, checkpoint, options.seed) as (model, device):
+        yield Writer(model, device, config, tokenizer, stops_of(config, tokenizer), drawing), prompt
+
+
+@contextmanager
+def filled(components: Components, checkpoint: Path, seed: int) -> Iterator[tuple[nn.Module, torch.device]]:
+    """Gives the model of a checkpoint under its mode, for forwards, and its device."""
+    from training.evaluation.held_out import observed
+    from training.saved_runs.finding import load_model
+    from training.settle.components import acquired, attached
+    from training.weights.filling import fill_buffers
+
     with acquired(components.device) as streams, attached(components, streams) as under_mode:
         model = under_mode.model
         try:
             fill_buffers(model)
-            load_model(model, checkpoint, config, components.device)
-            with observed(model, options.seed, streams.device), under_mode.inference():
-                stops = stops_of(config, tokenizer)
-                yield Writer(model, streams.device, config, tokenizer, stops, drawing), prompt
+            load_model(model, checkpoint, components.config, components.device)
+            with observed(model, seed, streams.device), under_mode.inference():
+                yield model, streams.device
         except ValueError as error:
             raise UserError(f"{checkpoint}: {error}") from error
 
@@ -127,6 +148,27 @@ def text_of(options: argparse.Namespace) -> str:
 
     with writer(options, lambda config, tokenizer: prompt_ids(tokenizer, options.prompt)) as (made, prompt):
         return continued(made.model, made.tokenizer, prompt, stops=made.stops, device=made.device, **made.drawing)
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Writes the picture that the run's pipeline makes of the prompt. Raises UserError for what the user can fix."""
+    from PIL import Image
+
+    from training.run.encoding import encode_prompts
+
+    components, checkpoint = components_of(options)
+    config = components.config
+    if "pipeline" not in config.dataset:
+        raise UserError(f"--picture: {options.run} trained no model=pipeline, which alone makes pictures of prompts")
+    config.seed, config.sample.prompts = options.seed, [options.prompt]
+    encode_prompts([options.prompt], components)
+    sampler = components.task.sampler(config, components.model)
+    with filled(components, checkpoint, options.seed) as (model, device):
+        (picture,) = sampler.pictures(model, device, lambda: False)
+    try:
+        Image.fromarray(picture.numpy()).save(options.picture)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--picture={options.picture} cannot be written ({error}): give a file.png") from error
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -184,6 +226,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers [%(default)s]")
     parser.add_argument("--chat", action="store_true", help="answers each line of the input, until an empty one")
     parser.add_argument("--template", metavar="FILE", help="with --chat: a template of Jinja in place of the model's")
+    parser.add_argument("--picture", metavar="FILE", help="of model=pipeline: writes the picture of PROMPT to FILE.png")
     options = parser.parse_intermixed_args()
     if options.chat:
         options.overrides = [*([] if options.prompt is None else [options.prompt]), *options.overrides]
@@ -191,7 +234,10 @@ def main() -> None:
         return
     if options.prompt is None:
         raise UserError("PROMPT is missing: give a text to continue, '' for the start of one, or --chat")
-    print(visible_lines(text_of(options)))
+    if options.picture is not None:
+        draw(options)
+    else:
+        print(visible_lines(text_of(options)))
 
 
 if __name__ == "__main__":

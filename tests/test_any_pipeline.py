@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig, get_peft_model_state_dict
+from PIL import Image
 from torch import Tensor, nn
 
+from models.diffusion_files import PIPELINE_FILE, SCHEDULER_FILE
+from scripts import generate
 from tests.models.helpers.tiny_pipelines import network_of, saved
+from tests.scripts.conftest import called
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of, run_here, saved_run
 from tests.training.helpers.results import content, losses
 from training.batches import Batch
 from training.data.building import build_dataset
+from training.errors import UserError
 from training.saved_runs.export import export
 from training.saved_runs.finding import load_model, newest_checkpoint
 from training.seeds import seed_of
@@ -90,6 +96,44 @@ def test_an_exported_network_is_that_of_a_pipeline(merged: bool, pictures: Path,
     model.network = network_of(DiffusionPipeline.from_pretrained(folder, transformer=network)).eval()
     # Merged weights are rounded once more.
     torch.testing.assert_close(output(model, batch), expected, rtol=0, atol=1e-5 if merged else 0)
+    # Training goes on from there without task.scheduler.
+    for file in (folder / "scheduler" / SCHEDULER_FILE, folder / PIPELINE_FILE):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    further = ("model=diffusers", f"model.source={tmp_path / 'out'}", "dataset=synthetic_flux_latents")
+    components = components_of(*further, "task=flow_matching")
+    assert components.config.model.weights == str(tmp_path / "out")
+    assert str(tmp_path / "out" / SCHEDULER_FILE) in components.settled.reasons["task.shift"]
+
+
+def test_generate_makes_the_picture_of_the_pipeline(
+    pictures: Path, tmp_path: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """A prompt that no run has encoded; the pipeline has the exported network, and is called as its users do."""
+    folder = saved("flux", tmp_path_factory)
+    saved_run(tmp_path / "run", *job("flux", folder, pictures), "task.sample_steps=3")
+    export(str(tmp_path / "run"), str(tmp_path / "out"), [])
+    found = []
+    for offload in ("none", "layer_stream"):
+        asked = ("a red circle", "--seed", "7", "--picture", tmp_path / f"{offload}.png", f"offload={offload}")
+        assert called(monkeypatch, generate, tmp_path / "run", *asked) == 0
+        found.append(np.asarray(Image.open(tmp_path / f"{offload}.png")))
+    network = FluxTransformer2DModel.from_pretrained(tmp_path / "out")
+    pipeline = DiffusionPipeline.from_pretrained(folder, transformer=network)
+    generator = torch.Generator().manual_seed(7)
+    made = pipeline("a red circle", height=64, width=64, num_inference_steps=3, generator=generator)[0][0]
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], np.asarray(made))
+    assert called(monkeypatch, generate, tmp_path / "run", "a red circle") == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"error: {tmp_path / 'run'}: its model makes pictures: give --picture FILE.png"
+
+
+def test_text_encoders_do_not_train(pictures: Path, tmp_path_factory):
+    run = (*job("flux", saved("flux", tmp_path_factory), pictures), *LORA)
+    with pytest.raises(
+        UserError, match=r"^adapter\.targets=text_encoder\.\*: .*; text encoders do not train, only the"
+    ):
+        components_of(*run, "adapter.targets=['text_encoder.*']")
 
 
 def test_a_resumed_run_is_that_without_an_end(pictures: Path, tmp_path: Path, tmp_path_factory):

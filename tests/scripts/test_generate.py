@@ -57,6 +57,7 @@ def test_the_text_is_the_same_in_every_mode(
         (("--top-p", "nan"), "--top-p=nan: must be"),
         (("--temperature", "-1"), "--temperature=-1.0: must be at least 0"),
         (("--tokens", "0"), "--tokens=0: must be at least 1"),
+        (("--picture", "a.png"), "trained no model=pipeline, which alone makes pictures of prompts"),
         (("--tokens", "1000000000000"), "a text of 1,000,000,000,001 tokens does not fit, its keys, values and"),
         (("offload=nothing",), "offload=nothing: there is no such option"),
         (("model.hidden_size=32",), "model.safetensors: tensor "),
