@@ -29,8 +29,10 @@ def add_adapter(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> Non
     """Puts the adapter of `config` into `model`, which freezes. Raises UserError for targets that it lacks."""
     values = OmegaConf.to_container(config.adapter, resolve=True)
     keys = {name: value for name, value in values.items() if not name.startswith("_") and name != "weights"}
+    asked = [*(keys["targets"] or ()), *(keys["modules_to_save"] or ())]
+    only = "; text encoders do not train, only the network" if any("text_encoder" in name for name in asked) else ""
     try:
-        with as_user_error("adapter."):
+        with as_user_error("adapter.", after=only):
             inject(model, get_class(values["_target_"])(**keys), dtype)
     except ModuleNotFoundError as error:
         raise UserError(f"adapter: the package {error.name} is not installed: pip install {error.name}") from error
