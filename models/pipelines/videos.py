@@ -1,8 +1,9 @@
-"""Videos: whether a pipeline of diffusers makes them, of how many frames, and which rate it tells its network."""
+"""What a pipeline of diffusers is called with: whether it makes videos, of how many frames, at which rate."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,19 @@ from models.quiet_imports import without_remarks
 
 # The argument of a pipeline for the number of frames, and those for their rate.
 COUNT, RATES = "num_frames", ("frame_rate", "fps")
+# That for the part of a picture, which SDXL tells its network.
+CROP = "crops_coords_top_left"
 
 
 def check_makes_videos(folder: Path) -> None:
     """Raises ValueError in one line if the pipeline in `folder` makes pictures alone."""
-    name, parameters = _called_with(folder)
-    if COUNT not in parameters:
-        raise ValueError(f"{name} makes pictures and no videos")
+    if COUNT not in called_with(folder):
+        raise ValueError(f"{_class_name(folder)} makes pictures and no videos")
 
 
 def rate_of(folder: Path) -> float | None:
     """Returns the frames in a second that the pipeline in `folder` tells its network; None: it does not."""
-    _, parameters = _called_with(folder)
+    parameters = called_with(folder)
     return next((float(parameters[name].default) for name in RATES if name in parameters), None)
 
 
@@ -40,10 +42,13 @@ def check_frames(pipeline: Any, frames: int) -> None:
         )
 
 
-def _called_with(folder: Path) -> tuple[str, Any]:
-    """Returns the name of a pipeline's class, and the parameters of its call."""
-    name = read_object(folder / INDEX, "download the pipeline again")["_class_name"]
+def called_with(folder: Path) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of the call of the pipeline in `folder`, by name."""
     with without_remarks():
         import diffusers
 
-        return name, inspect.signature(getattr(diffusers, name).__call__).parameters
+        return inspect.signature(getattr(diffusers, _class_name(folder)).__call__).parameters
+
+
+def _class_name(folder: Path) -> str:
+    return read_object(folder / INDEX, "download the pipeline again")["_class_name"]

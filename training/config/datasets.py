@@ -158,6 +158,7 @@ class CaptionedPictures(Built):
     frames: int | None = number(at_least=2)
     fps: float | None = number(above=0)
     flip: bool = MISSING
+    crops: int = number(at_least=1)
     ground: str = MISSING
     masked: bool = MISSING
     caption_dropout: float = number(at_least=0, at_most=1)

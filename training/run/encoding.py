@@ -57,8 +57,8 @@ def _encode(todo: ToEncode, components: Components, pipeline: Any, streams: Stre
         for prompt in todo.prompts:
             kept.write_prompt(prompt, encoded_prompt(recorder, prompt, sample_size(components.config)))
     with _placed([vae], components.config, streams), phase(f"encoding {len(missing.pictures)} pictures"):
-        for key, (picture, flip) in missing.pictures.items():
-            cropped = dataset.cropped(picture, flip)
+        for key, (picture, view) in missing.pictures.items():
+            cropped = dataset.cropped(picture, view)
             latents = encoded(vae, cropped.pixels.to(components.device), calls[picture.size].noise)
             tensors = {LATENTS: latents}
             if cropped.mask is not None:

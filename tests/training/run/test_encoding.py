@@ -151,7 +151,7 @@ def test_videos_train_alike_under_modes_on_the_latents_of_the_pipelines_own_vae(
             with torch.no_grad():
                 mean = pipeline.vae.encode(pixels).latent_dist.mode()
             shift, scale = normalisation(pipeline.vae, mean.ndim)
-            found = dataset.encoded.read(dataset._key(picture, False))["latents"][0]
+            found = dataset.encoded.read(dataset._key(picture, dataset._views[0]))["latents"][0]
             assert found.shape[1] == 2
             torch.testing.assert_close(found, ((mean - shift) * scale)[0], rtol=1e-4, atol=1e-5)
     assert {batch["images"].shape[2] for batch in map(dataset.batch, range(4))} == {1, 2}

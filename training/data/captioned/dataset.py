@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from models.pipelines.calls import ASKED, NetworkCall
 from models.pipelines.encoded import INDEX, EncodedFolder
 from models.pipelines.recording import Asked
-from models.pipelines.videos import check_makes_videos, rate_of
+from models.pipelines.videos import CROP, called_with, check_makes_videos, rate_of
 from training.data.captioned.buckets import BucketBatches
 from training.data.captioned.columns import pictures_in_columns
 from training.data.captioned.folders import folders_of
@@ -23,6 +24,7 @@ from training.data.captioned.pictures import (
     CaptionedPicture,
     Cropped,
     content_key,
+    crop_of,
     cropped,
     find_pictures,
     in_buckets,
@@ -40,12 +42,23 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HELD_OUT, DRAWN = 0x68656C64, 0x647261776E
 
 
+class View(NamedTuple):
+    """A part of a picture: mirrored or not, and the number of a random place; None is the middle."""
+
+    flip: bool
+    crop: int | None
+
+    @property
+    def variation(self) -> tuple[int] | None:
+        return None if self.crop is None else (self.crop,)
+
+
 @dataclass(frozen=True)
 class Missing:
-    """What is not encoded yet: captions with the sizes of their pictures, and pictures, mirrored or not, by key."""
+    """What is not encoded yet: captions with the sizes of their pictures, and views of pictures, by key."""
 
     captions: Mapping[str, Asked]
-    pictures: Mapping[str, tuple[CaptionedPicture, bool]]
+    pictures: Mapping[str, tuple[CaptionedPicture, View]]
 
     def __bool__(self) -> bool:
         return bool(self.captions or self.pictures)
@@ -75,6 +88,7 @@ class Captioned:
         fps: the frames of a video are those at this rate; None takes each frame, or has the rate that the pipeline
             tells its network.
         flip: half of the pictures are mirrored, others in each epoch.
+        crops: how many random parts of each picture are encoded, of which an example gets one; 1 is its middle.
         ground: the colour under transparent pictures; see `training.data.pictures`.
         masked: the loss counts where a picture is opaque, or where NAME-mask.png is white.
         caption_dropout: the share of examples that get the empty caption, for guidance (Ho and Salimans 2022).
@@ -98,6 +112,7 @@ class Captioned:
         frames: int | None = None,
         fps: float | None = None,
         flip: bool = False,
+        crops: int = 1,
         ground: str = "white",
         masked: bool = False,
         caption_dropout: float = 0.1,
@@ -111,8 +126,12 @@ class Captioned:
         check_share(eval_share)
         check_ground(ground)
         self.encoded = encoded_by(pipeline, precision)
-        self._flip, self._ground, self._masked, self._dropout = flip, ground, masked, caption_dropout
-        self._fps = None if frames is None else _rate(frames, fps, pipeline_folder(pipeline))
+        self._ground, self._masked, self._dropout = ground, masked, caption_dropout
+        places = [None] if crops == 1 else range(crops)
+        self._views = [View(mirrored, crop) for mirrored in (False, True)[: 1 + flip] for crop in places]
+        source = pipeline_folder(pipeline)
+        self._tells_crops = CROP in called_with(source)
+        self._fps = None if frames is None else _rate(frames, fps, source)
         if (folder is None) == (name is None):
             raise UserError("dataset=captioned: give dataset.folder=DIR or dataset.name=OWNER/NAME, one of them")
         if name is None:
@@ -169,8 +188,8 @@ class Captioned:
     @cached_property
     def data_sha256(self) -> str:
         """The SHA-256 of all pictures and captions, and of how they are cut."""
-        keys = [f"{self._key(picture, False)} {picture.repeats} {picture.caption}" for picture in self._all]
-        return hashlib.sha256("\n".join([f"{self._flip} {self._masked} {self._dropout}", *keys]).encode()).hexdigest()
+        keys = [f"{self._key(picture, self._views[0])} {picture.repeats} {picture.caption}" for picture in self._all]
+        return hashlib.sha256("\n".join([f"{self._views} {self._masked} {self._dropout}", *keys]).encode()).hexdigest()
 
     def facts(self) -> dict[str, str]:
         """Returns what is to be said of the pictures."""
@@ -182,20 +201,18 @@ class Captioned:
 
     def missing(self) -> Missing:
         """Returns what is not encoded yet."""
-        captions = {_caption_key(asked): asked for picture in self._all for asked in (_asked(picture), _empty(picture))}
-        pictures = {
-            self._key(picture, flip): (picture, flip)
-            for picture in self._all
-            for flip in ((False, True) if self._flip else (False,))
-        }
+        seen = [(picture, view) for picture in self._all for view in self._views]
+        captions = {_caption_key(asked): asked for each in seen for asked in (self._asked(*each), _empty(each[0]))}
+        pictures = {self._key(*each): each for each in seen}
         return Missing(
             {key: asked for key, asked in captions.items() if not self.encoded.has(key)},
-            {key: picture for key, picture in pictures.items() if not self.encoded.has(key)},
+            {key: each for key, each in pictures.items() if not self.encoded.has(key)},
         )
 
-    def cropped(self, picture: CaptionedPicture, flip: bool) -> Cropped:
+    def cropped(self, picture: CaptionedPicture, view: View) -> Cropped:
         """Returns the pixels of a picture, as they are encoded."""
-        return cropped(picture, flip=flip, ground=self._ground, alpha_mask=self._masked, fps=self._fps)
+        options = {"ground": self._ground, "alpha_mask": self._masked, "fps": self._fps}
+        return cropped(picture, flip=view.flip, variation=view.variation, **options)
 
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU, a pure function of seed and index."""
@@ -205,11 +222,11 @@ class Captioned:
             [
                 (
                     self._pictures[number],
-                    self._flip and bool(flip % 2),
+                    self._views[view % len(self._views)],
                     dropped / 2**64 < self._dropout,
                     int(drawn) & 0x7FFF_FFFF_FFFF_FFFF,
                 )
-                for number, (flip, dropped, drawn) in zip(numbers, words.tolist(), strict=True)
+                for number, (view, dropped, drawn) in zip(numbers, words.tolist(), strict=True)
             ]
         )
 
@@ -224,7 +241,7 @@ class Captioned:
             for start in range(0, len(pictures), self._batch_size)
         ]
         return [
-            self._joined([(picture, False, False, number) for number, picture in enumerate(batch)])
+            self._joined([(picture, self._views[0], False, number) for number, picture in enumerate(batch)])
             for batch in batches[:count]
         ]
 
@@ -232,16 +249,16 @@ class Captioned:
     def _all(self) -> list[CaptionedPicture]:
         return [*self._pictures, *self._held_out]
 
-    def _joined(self, examples: Sequence[tuple[CaptionedPicture, bool, bool, int]]) -> dict[str, Tensor]:
-        """Returns the batch of pictures, each with whether it is mirrored, without its caption, and a seed."""
+    def _joined(self, examples: Sequence[tuple[CaptionedPicture, View, bool, int]]) -> dict[str, Tensor]:
+        """Returns the batch of pictures, each with its view, whether it is without its caption, and a seed."""
         images, masks, conditions = [], [], []
-        for picture, flip, without_caption, seed in examples:
-            found = self.encoded.read(self._key(picture, flip))
+        for picture, view, without_caption, seed in examples:
+            found = self.encoded.read(self._key(picture, view))
             mean, std = found[LATENTS]
             images.append(mean + std * torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed)))
             masks.append(found.get(MASK, torch.ones(mean.shape[-2:])))
             call = self._call_of(tuple(mean.shape))
-            own = self.encoded.read(_caption_key(_asked(picture)))
+            own = self.encoded.read(_caption_key(self._asked(picture, view)))
             if without_caption:
                 own = call.without_caption(own, self.encoded.read(_caption_key(_empty(picture))))
             conditions.append(own)
@@ -259,14 +276,20 @@ class Captioned:
             self._calls[noise] = self.encoded.call_of(noise)
         return self._calls[noise]
 
-    def _key(self, picture: CaptionedPicture, flip: bool) -> str:
+    def _asked(self, picture: CaptionedPicture, view: View) -> Asked:
+        # Else the same caption would be kept for each place.
+        crop = crop_of(picture, view.flip, view.variation) if self._tells_crops else (0, 0)
+        return Asked((picture.caption,), picture.size, picture.original_size, crop)
+
+    def _key(self, picture: CaptionedPicture, view: View) -> str:
         # Once in a run: it reads the whole file, and each batch asks for it.
         if picture not in self._keys:
             # Latents do not depend on the caption.
             alone = replace(picture, caption="")
             rate = {"fps": self._fps} if len(picture.size) == 3 else {}
             self._keys[picture] = content_key(alone, ground=self._ground, masked=self._masked, **rate)
-        return f"{self._keys[picture]}-mirrored" if flip else self._keys[picture]
+        place = "" if view.crop is None else f"-{view.crop}"
+        return f"{self._keys[picture]}{place}{'-mirrored' if view.flip else ''}"
 
 
 def encoded_by(pipeline: str | None, precision: str) -> EncodedFolder:
@@ -285,10 +308,6 @@ def _rate(frames: int, fps: float | None, pipeline: Path) -> float | None:
     if fps is not None and told not in (None, fps):
         raise UserError(f"dataset.fps={fps}: the pipeline tells its network {told:g}: take null, which takes that")
     return told if fps is None else fps
-
-
-def _asked(picture: CaptionedPicture) -> Asked:
-    return Asked((picture.caption,), picture.size, picture.original_size)
 
 
 def _empty(picture: CaptionedPicture) -> Asked:

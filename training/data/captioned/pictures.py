@@ -54,7 +54,7 @@ class Cropped:
     Attributes:
         pixels: float32 [3, H, W] from -1 to 1; of a video [3, frames, H, W].
         mask: how much each pixel counts in the loss, float32 [1, H, W] from 0 to 1; None where all count alike.
-        crop: top and left of the part that was cut, in pixels of the resized picture, which is mirrored before.
+        crop: that of `crop_of`.
     """
 
     pixels: Tensor
@@ -184,8 +184,13 @@ def cropped(
             raise UserError(f"dataset: the mask of {picture.path} leaves nothing to train on: mend it, or remove both")
     # One after the other: frames of full size are large.
     pixels = as_images([np.ascontiguousarray(part(layer).transpose(2, 0, 1)) for layer in layers])
-    pixels = pixels.transpose(0, 1) if moving else pixels[0]
-    return Cropped(pixels, mask, (top, resized[0] - picture.size[-1] - left if flip else left))
+    return Cropped(pixels.transpose(0, 1) if moving else pixels[0], mask, crop_of(picture, flip, variation))
+
+
+def crop_of(picture: CaptionedPicture, flip: bool, variation: tuple[int, ...] | None) -> tuple[int, int]:
+    """Returns top and left of the part that `cropped` cuts from the resized picture, which is mirrored before."""
+    resized, (top, left) = _placed(picture, variation)
+    return top, resized[0] - picture.size[-1] - left if flip else left
 
 
 def _placed(picture: CaptionedPicture, variation: tuple[int, ...] | None) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from models.pipelines.calls import ASKED
-from tests.models.helpers.tiny_pipelines import saved
+from tests.models.helpers.tiny_pipelines import made, saved
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of
 from training.data.building import build_dataset
 from training.data.captioned import pictures
 from training.data.captioned.dataset import Captioned
+from training.data.captioned.pictures import cropped
 from training.data.pictures import LOSS_MASK
 from training.errors import UserError
 from training.run.encoding import encode_missing
@@ -62,7 +64,7 @@ def test_latents_are_drawn_anew_from_one_distribution(pipeline: Path, tmp_path: 
     first, second = dataset.batch(0)["images"], dataset.batch(1)["images"]
     assert not torch.equal(first, second)
     (picture,) = dataset._pictures
-    mean, std = dataset.encoded.read(dataset._key(picture, False))["latents"]
+    mean, std = dataset.encoded.read(dataset._key(picture, dataset._views[0]))["latents"]
     drawn = torch.cat([(dataset.batch(number)["images"][0] - mean) / std for number in range(30)])
     assert drawn.mean().abs() < 0.05
     assert (drawn.std() - 1).abs() < 0.05
@@ -80,12 +82,51 @@ def test_captions_are_dropped_and_sizes_are_not(pipeline: Path, tmp_path: Path, 
 def test_half_of_the_pictures_are_mirrored(pipeline: Path, tmp_path: Path):
     dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a", count=1), "dataset.flip=true", "batch_size=1")
     (picture,) = dataset._pictures
-    means = [dataset.encoded.read(dataset._key(picture, flip))["latents"][0] for flip in (False, True)]
+    means = [dataset.encoded.read(dataset._key(picture, view))["latents"][0] for view in dataset._views]
     near = [
         min((0, 1), key=lambda flip, batch=batch: float((batch["images"][0] - means[flip]).abs().sum()))
         for batch in map(dataset.batch, range(30))
     ]
     assert 5 <= sum(near) <= 25
+
+
+@pytest.mark.parametrize("overrides", [[], ["dataset.flip=true"], ["dataset.crops=3", "dataset.flip=true"]])
+def test_an_example_has_the_latents_and_the_sizes_of_one_part_of_its_picture(
+    pipeline: Path, tmp_path: Path, overrides: list[str]
+):
+    (tmp_path / "a").mkdir()
+    noise = np.random.default_rng(0).integers(0, 256, (80, 95, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a" / "0.png")
+    (tmp_path / "a" / "0.txt").write_text("noise")
+    dataset = dataset_of(pipeline, tmp_path / "a", *overrides, "batch_size=1")
+    (picture,) = dataset._pictures
+    mirrored = [False, True] if "dataset.flip=true" in overrides else [False]
+    places = [None] if len(overrides) < 2 else [(0,), (1,), (2,)]
+    options = {"ground": "white", "alpha_mask": False}
+    parts = [cropped(picture, flip=flip, variation=place, **options) for flip in mirrored for place in places]
+    assert len({part.crop for part in parts}) >= len(places)
+    means = [dataset.encoded.read(dataset._key(picture, view))["latents"] for view in dataset._views]
+    vae, seen = made("sdxl").vae, set()
+    for part, (mean, _) in zip(parts, means, strict=True):
+        with torch.no_grad():
+            expected = vae.encode(part.pixels[None]).latent_dist.mean[0] * vae.config.scaling_factor
+        torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-5)
+    for number in range(24):
+        batch = dataset.batch(number)
+        apart = [float(((batch["images"][0] - mean) / std).abs().mean()) for mean, std in means]
+        near = apart.index(min(apart))
+        seen.add(near)
+        # Those of diffusers' train_text_to_image_sdxl.py: the size of the file, the part that was cut, its size.
+        expected = [80, 95, *parts[near].crop, *picture.size]
+        assert batch[f"{ASKED}added_cond_kwargs.time_ids"].tolist() == [expected]
+    assert seen == set(range(len(parts)))
+
+
+def test_a_pipeline_that_is_not_told_places_keeps_a_caption_once(tmp_path_factory: pytest.TempPathFactory):
+    folder = draw_pictures(tmp_path_factory.mktemp("pictures"), count=1)
+    config = components_of(*overrides_of(saved("sd3", tmp_path_factory), folder), "dataset.crops=4")
+    missing = build_dataset(config.config, config.model, folder).missing()
+    assert (len(missing.pictures), len(missing.captions)) == (4, 2)
 
 
 def test_a_mask_is_that_of_the_picture_in_latents(pipeline: Path, tmp_path: Path):
