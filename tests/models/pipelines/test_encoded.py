@@ -50,6 +50,17 @@ def test_calls_come_back_the_largest_first(sd3_folder: Path):
     assert folder.call_of((4, 8, 8)) is None
 
 
+def test_planned_calls_are_known_for_a_while_and_not_kept(sd3_folder: Path):
+    pipeline, folder = made("sd3"), EncodedFolder(sd3_folder, torch.float32)
+    call = NetworkCall.of(Recorder(pipeline, pipeline.transformer.to("meta"), torch.device("cpu")), (32, 32))
+    with folder.planned([call]):
+        again = EncodedFolder(sd3_folder, torch.float32)
+        assert again.call_of(call.noise) is again.calls()[0] is call
+        assert not EncodedFolder(sd3_folder, torch.bfloat16).calls()
+    assert not folder.calls()
+    assert not folder.path.exists()
+
+
 def test_the_digest_is_of_encoders_alone(sd3_folder: Path, tmp_path: Path):
     before = digest_of(sd3_folder)
     file = sd3_folder / "transformer" / "config.json"
