@@ -9,19 +9,18 @@ but it would have to be compiled inside each mode's hooks. Elsewhere, and where 
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
 HALF = (torch.bfloat16, torch.float16)
 # Sizes of a head that FlashAttention's kernel has.
 LARGEST_HEAD = 256
-# torch 2.11 takes fewer heads of keys without being told.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 
 class Packed(NamedTuple):
@@ -121,10 +120,18 @@ def attention_by_starts(
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     seen = (-1 if window is None else window - 1, 0)
     # No sample is longer than a row.
-    context = varlen.varlen_attn(
-        query, key, value, starts, starts, seq_len, seq_len, scale=scale, window_size=seen, **_GROUPED
-    )
+    context = _kernel()(query, key, value, starts, starts, seq_len, seq_len, scale=scale, window_size=seen)
     return context.unflatten(0, (rows, seq_len)).transpose(1, 2)
+
+
+@functools.cache
+def _kernel() -> Callable[..., Tensor]:
+    # Not at the top: with it comes torch's compiler, which takes seconds.
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 takes fewer heads of keys without being told.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return functools.partial(varlen_attn, **grouped)
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:

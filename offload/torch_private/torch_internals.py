@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload as OpOverload
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils import _python_dispatch, checkpoint
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 #   reference lives. Python's own weak references see the Python object of a storage, which torch makes anew at each
 #   `untyped_storage()`.
 # TorchDispatchMode: runs a function in place of each operation. A dry run counts memory and FLOPs with it.
+# OpOverload: the class of torch's operations. A dry run keeps the results of these, and no others.
 # tree_flatten, tree_unflatten, tree_leaves: take nested arguments apart and put them together again, as torch itself
 #   does for checkpoints.
 
