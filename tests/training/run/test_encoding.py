@@ -139,6 +139,7 @@ def test_videos_train_alike_under_modes_on_the_latents_of_the_pipelines_own_vae(
     components = components_of(*overrides)
     dataset = build_dataset(components.config, components.model, tmp_path)
     assert not dataset.missing()
+    assert dataset.facts()["pictures"].startswith("4 in 4 sizes, 2 of them videos; ")
     pipeline = made(name)
     videos = [picture for picture in dataset._pictures if len(picture.size) == 3]
     assert sorted(picture.size for picture in videos) == sorted([(5, 64, 64), (5, 32, 96)])

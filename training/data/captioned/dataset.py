@@ -197,7 +197,9 @@ class Captioned:
         shown = sum(picture.repeats for picture in self._pictures)
         filled = self.num_blocks - shown
         twice = f", {filled} of them once more to fill batches of one size" if filled else ""
-        return {"pictures": f"{len(self._all)} in {len(sizes)} sizes; an epoch shows {shown}{twice}"}
+        videos = sum(len(picture.size) == 3 for picture in self._all)
+        moving = f", {videos} of them videos" if videos else ""
+        return {"pictures": f"{len(self._all)} in {len(sizes)} sizes{moving}; an epoch shows {shown}{twice}"}
 
     def missing(self) -> Missing:
         """Returns what is not encoded yet."""
