@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, aligned, lock_pages, unlock_pages
+from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, aligned, lock_pages, populate, unlock_pages
 from offload.modes.bounce_linear import BounceLinear
 from tests import ROOT
 from tests.offload.helpers.models import Stack, under
@@ -58,6 +58,30 @@ def test_memory_goes_back_to_the_system():
     del block, arena
     gc.collect()
     assert process.memory_info().rss - before < 8 * 2**20
+
+
+@pytest.mark.parametrize("nbytes", [5000, 3 * 2**20 + 5000, 64 * 2**20])
+def test_pages_are_made_before_they_are_locked(nbytes: int, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch):
+    at_lock: list[int] = []
+    page = mmap.PAGESIZE
+
+    def register(address: int, size: int, flags: int) -> int:
+        made = (ctypes.c_ubyte * (-(-size // page)))()
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), made)
+        at_lock.append(sum(each & 1 for each in made))
+        return 0
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", register)
+    HostArena(GPU).allocate(nbytes, "weights")
+    assert at_lock == [-(-nbytes // page) if nbytes > 2**21 else 0]
+
+
+def test_pages_that_are_there_keep_what_is_in_them():
+    block = HostArena(torch.device("cpu")).allocate(8 * 2**20, "weights")
+    block.bytes[5000:] = 7
+    populate(block.bytes.data_ptr(), block.bytes.numel())
+    assert int(block.bytes[:5000].sum()) == 0
+    assert bool((block.bytes[5000:] == 7).all())
 
 
 def test_too_much_is_refused_with_the_size():
