@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models.pipelines.latents import encoded
 from models.pipelines.opening import encoders_of, open_pipeline
 from models.pipelines.recording import CPU, Asked, Recorder
 from models.pipelines.without_values import answering, parts_without_values
 from offload.modes.layer_stream import LayerStream
-from offload.planning import MemoryTracker
 from tests.models.helpers.tiny_pipelines import PIPELINES, saved
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of, composed, run_here
@@ -76,18 +78,39 @@ def test_a_plan_before_any_run_has_the_shapes_of_the_run(name: str, pipeline_of,
         assert again is None
 
 
-def of_the_cpu(values: Iterable[object]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from of_the_cpu(value)
+class Peak(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, in steps of torch's CUDA allocator, and their `peak`."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **kwargs or {})
+        read = {
+            tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.nbytes and tensor.untyped_storage().data_ptr() not in read:
+                self._add(tensor.untyped_storage())
+        return found
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage.data_ptr(), -(-storage.nbytes() // 512) * 512
+
+        def gone(_: object) -> None:
+            del self._storages[key]
+            self.live -= nbytes
+
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, gone)
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_the_peak_is_that_of_encoders_with_values(
-    name: str, pipeline_of, pictures: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_peak_is_that_of_encoders_with_values(name: str, pipeline_of, pictures: Path):
     components = components_of(*given(name, pipeline_of(name), pictures))
     machine, network, folder = machine_of(components), components.model.network, components.model.folder
     without = open_pipeline(folder, network, components.dtype, parts=parts_without_values(folder, components.dtype))
@@ -98,15 +121,11 @@ def test_the_peak_is_that_of_encoders_with_values(
     planned = [_Part.of(components, machine, False, {each.encoder: [each]}) for each in forwards]
     planned.append(_Part.of(components, machine, False, {vae: encode}))
     texts, vae = encoders_of(open_pipeline(folder, network, components.dtype), network)
-    # The same count, of tensors with values.
-    monkeypatch.setattr("offload.planning.memory_tracker._counted", of_the_cpu)
 
     def peak(forward: Callable[[], object]) -> int:
-        tracker = MemoryTracker()
-        with torch.no_grad(), tracker.recording():
-            found = forward()
-        del found
-        return tracker.peak_bytes
+        with torch.no_grad(), Peak() as counted:
+            forward()
+        return counted.peak
 
     assert peak(lambda: encoded(vae, torch.zeros(3, *SIZE), noise)) == planned.pop().moving_bytes
     for encoder, forward, plan in zip(texts, forwards, planned, strict=True):
@@ -127,7 +146,12 @@ def test_encoders_stream_where_the_mode_can(pipeline_of, pictures: Path):
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_encoded(
-    pipeline_of, pictures: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    pipeline_of,
+    pictures: Path,
+    tmp_path: Path,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ):
     overrides = given("sdxl", pipeline_of("sdxl"), pictures)
     summary = plan_only(*composed(*overrides, "vram_budget=100KiB", run_dir=tmp_path))
@@ -137,6 +161,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_encoded(
     with pytest.raises(MisfitError, match=r"encoding: host_budget: .* take encode where there is more"):
         run_here(tmp_path / "run", *overrides, "host_budget=1MiB")
     assert not cache.exists()
+    run_here(tmp_path / "forced", *overrides, "host_budget=1MiB", "force=true")
+    assert "force=true starts a run that does not fit: host_budget" in caplog.text
+    assert "; encoding: host_budget: " in caplog.text
 
 
 def test_a_run_prints_its_plan_and_then_the_time_of_the_encoding(
