@@ -6,9 +6,11 @@ import builtins
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
+from av.bitstream import BitStreamFilterContext
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
@@ -127,6 +129,25 @@ def test_short_videos_are_counted(tmp_path: Path, frames: int | None, fps: float
         return
     with pytest.raises(UserError, match=f"^{message}"):
         find_pictures({tmp_path: 1}, size=64, multiple=16, frames=frames, fps=fps)
+
+
+@pytest.mark.parametrize(("angle", "lit"), [(90, "bottom"), (270, "top"), (180, "right")])
+def test_a_video_that_lies_on_its_side_is_set_upright(tmp_path: Path, angle: int, lit: str) -> None:
+    picture = Image.new("RGB", (96, 48))
+    picture.paste("white", (0, 0, 24, 48))
+    with av.open(str(tmp_path / "a.ts"), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 96, 48, "yuv444p"
+        # Anticlockwise (ITU-T H.264, D.2.27).
+        turned = BitStreamFilterContext(f"h264_metadata=display_orientation=insert:rotate={angle}", stream)
+        for packet in (*stream.encode(av.VideoFrame.from_image(picture)), *stream.encode(), None):
+            container.mux(turned.filter(packet))
+    assert size_and_count(tmp_path / "a.ts", None) == ((48, 96) if angle == 180 else (96, 48), 1)
+    (frame,) = frames_of(tmp_path / "a.ts", 1, None)
+    width, height = frame.size
+    across, down = width // 2, height // 2
+    ends = {"left": (4, down), "right": (width - 4, down), "top": (across, 4), "bottom": (across, height - 4)}
+    assert [name for name, place in ends.items() if frame.getpixel(place)[0] > 128] == [lit]
 
 
 def test_damaged_videos_and_a_missing_library_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
