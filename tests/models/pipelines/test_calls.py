@@ -17,15 +17,17 @@ from tests.models.helpers.tiny_pipelines import PIPELINES, made, network_of
 SIZE, CAPTIONS = (32, 64), ("a cube", "a big red cube, with a hat")
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_the_network_gets_what_its_pipeline_gives_it(name: str):
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, SIZE) for name in PIPELINES), *((name, (9, *SIZE)) for name in ("wan", "ltx"))]
+)
+def test_the_network_gets_what_its_pipeline_gives_it(name: str, size: tuple[int, ...]):
     """In one step from noise of our own; the scheduler then gets what `prediction` returns."""
     pipeline = made(name)
     network = network_of(pipeline)
     recorder = Recorder(pipeline, network, torch.device("cpu"))
-    call = NetworkCall.of(recorder, SIZE)
+    call = NetworkCall.of(recorder, size)
     noise = torch.randn(2, *call.noise)
-    examples = [call.conditions(recorder.record(Asked((caption,), SIZE, SIZE))) for caption in CAPTIONS]
+    examples = [call.conditions(recorder.record(Asked((caption,), size, size))) for caption in CAPTIONS]
     seen: dict[str, object] = {}
     step, forward = pipeline.scheduler.step, network.forward
 
@@ -46,7 +48,7 @@ def test_the_network_gets_what_its_pipeline_gives_it(name: str):
         patch.object(network, "forward", calling),
         patch(f"{module}.randn_tensor", lambda *_, **__: noise),
     ):
-        pipeline(**recorder.given(Asked(CAPTIONS, SIZE, SIZE), steps=1, guidance=1.0, output_type="latent"))
+        pipeline(**recorder.given(Asked(CAPTIONS, size, size), steps=1, guidance=1.0, output_type="latent"))
         positional, keywords = seen["arguments"]
         theirs = inspect.signature(type(network).forward).bind(network, *positional, **keywords).arguments
         number = seen["number"].float().expand(2)

@@ -12,13 +12,15 @@ from tests.models.helpers.tiny_pipelines import PIPELINES, made, network_of
 SIZE = (32, 64)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_the_pipeline_decodes_what_was_encoded(name: str):
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, SIZE) for name in PIPELINES), *((name, (9, *SIZE)) for name in ("wan", "ltx"))]
+)
+def test_the_pipeline_decodes_what_was_encoded(name: str, size: tuple[int, ...]):
     pipeline = made(name)
     recorder = Recorder(pipeline, network_of(pipeline).to("meta"), torch.device("cpu"))
-    check_normalisation(recorder, pipeline.vae, SIZE)
-    noise = recorder.record(Asked(("",), SIZE, SIZE)).noise[1:]
-    mean, std = encoded(pipeline.vae, torch.rand(3, *SIZE) * 2 - 1, noise)
+    check_normalisation(recorder, pipeline.vae, size)
+    noise = recorder.record(Asked(("",), size, size)).noise[1:]
+    mean, std = encoded(pipeline.vae, torch.rand(3, *size) * 2 - 1, noise)
     assert mean.shape == noise
     assert (std > 0).all()
 
