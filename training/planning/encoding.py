@@ -215,18 +215,20 @@ def _planned(
         calls = [call for _, call in todo.calls(recorder)]
         for prompt in todo.prompts:
             recorder.encoded(Asked((prompt,), size, size))
-    largest = max(calls, key=lambda call: torch.Size(call.noise).numel(), default=None)
+    latents_of = {call.size: torch.Size(call.noise).numel() for call in calls}
+    largest = max(calls, key=lambda call: latents_of[call.size], default=None)
     encode = []
     if missing.pictures:
         encode.append(lambda: encoded(vae, torch.empty(3, *largest.size, device="meta"), largest.noise))
     part_of = partial(_Part.of, components, machine, has_gpu)
     text = part_of({encoder: [each for each in forwards if each.encoder is encoder] for encoder in texts})
     parts = {TEXTS: text, VAE: part_of({vae: encode})}
-    kept = 0
+    kept, pictures = 0, 0.0
     if largest is not None:
+        latents = sum(latents_of[picture.size] for picture, _ in missing.pictures.values())
+        pictures = latents / latents_of[largest.size]
         conditions = sum(tensor.nbytes for tensor in largest.meta_conditions(1).values())
-        latents = LATENT_BYTES * torch.Size(largest.noise).numel()
-        kept = len(missing.captions) * conditions + len(missing.pictures) * latents
+        kept = LATENT_BYTES * latents + len(missing.captions) * conditions
     weights = sum(tensor.nbytes for part in (*texts, vae) for tensor in (*part.parameters(), *part.buffers()))
     plan = PlannedEncoding(
         what=str(todo),
@@ -234,7 +236,7 @@ def _planned(
         # What is on the device was on the host before; without a GPU it stays there.
         host_bytes=weights + int(rss_gib() * GIB) + (0 if has_gpu else max(p.moving_bytes for p in parts.values())),
         kept_bytes=kept,
-        seconds=(todo.texts * text.ms + len(missing.pictures) * parts[VAE].ms) / 1e3,
+        seconds=(todo.texts * text.ms + pictures * parts[VAE].ms) / 1e3,
         slots=f"{weights_node(components.config)[0]}.slots" if text.streams else None,
     )
     return plan, calls

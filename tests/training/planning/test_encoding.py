@@ -21,6 +21,7 @@ from offload.modes.layer_stream import LayerStream
 from tests.models.helpers.tiny_pipelines import PIPELINES, saved
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of, composed, run_here
+from tests.training.helpers.videos import draw_videos
 from training.data.building import build_dataset
 from training.errors import UserError
 from training.planning import encoding
@@ -32,6 +33,7 @@ from training.run.encoding import encode_missing
 
 NOISE_TASKS = ("sdxl", "pixart", "stable_diffusion")
 SIZE = (64, 64)
+EACH = [pytest.param(name, marks=() if name in ("flux", "qwen_image") else pytest.mark.slow) for name in PIPELINES]
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +62,15 @@ def shapes(batch: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]
     return {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "qwen_image" else pytest.mark.slow) for name in PIPELINES]
-)
-def test_a_plan_before_any_run_has_the_shapes_of_the_run(name: str, pipeline_of, pictures: Path, cache: Path):
-    components = components_of(*given(name, pipeline_of(name), pictures))
+@pytest.mark.parametrize("name", [*EACH, "videos"])
+def test_a_plan_before_any_run_has_the_shapes_of_the_run(
+    name: str, pipeline_of, pictures: Path, cache: Path, tmp_path: Path
+):
+    if name == "videos":
+        overrides = given("ltx", pipeline_of("ltx"), draw_videos(tmp_path / "videos", 9), "dataset.frames=5")
+    else:
+        overrides = given(name, pipeline_of(name), pictures)
+    components = components_of(*overrides)
     dataset = build_dataset(components.config, components.model, cache)
     with planned_encoding(dataset, components, machine_of(components), has_gpu=True) as plan:
         planned = components.task.meta_batch(components.config, 2)
@@ -109,7 +115,7 @@ class Peak(TorchDispatchMode):
             self.peak = max(self.peak, self.live)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", EACH)
 def test_the_peak_is_that_of_encoders_with_values(name: str, pipeline_of, pictures: Path):
     components = components_of(*given(name, pipeline_of(name), pictures))
     machine, network, folder = machine_of(components), components.model.network, components.model.folder
@@ -146,12 +152,7 @@ def test_encoders_stream_where_the_mode_can(pipeline_of, pictures: Path):
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_encoded(
-    pipeline_of,
-    pictures: Path,
-    tmp_path: Path,
-    cache: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    pipeline_of, pictures: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ):
     overrides = given("sdxl", pipeline_of("sdxl"), pictures)
     summary = plan_only(*composed(*overrides, "vram_budget=100KiB", run_dir=tmp_path))
@@ -161,15 +162,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_encoded(
     with pytest.raises(MisfitError, match=r"encoding: host_budget: .* take encode where there is more"):
         run_here(tmp_path / "run", *overrides, "host_budget=1MiB")
     assert not cache.exists()
-    run_here(tmp_path / "forced", *overrides, "host_budget=1MiB", "force=true")
-    assert "force=true starts a run that does not fit: host_budget" in caplog.text
-    assert "; encoding: host_budget: " in caplog.text
 
 
 def test_a_run_prints_its_plan_and_then_the_time_of_the_encoding(
-    pipeline_of, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pipeline_of,
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ):
-    run_here(tmp_path / "run", *given("sd3", pipeline_of("sd3"), pictures), "sample.every=2", "sample.prompts=[a cat]")
+    knobs = "sample.every=2", "sample.prompts=[a cat]", "host_budget=1MiB", "force=true"
+    run_here(tmp_path / "run", *given("sd3", pipeline_of("sd3"), pictures, *knobs))
+    assert "force=true starts a run that does not fit: host_budget" in caplog.text
+    assert "; encoding: host_budget: " in caplog.text
     printed = capsys.readouterr().out
     assert printed.count("Plan: ") == 1
     before, after = printed.split("encoded 6 pictures and 5 texts in ")
