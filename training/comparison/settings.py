@@ -126,8 +126,7 @@ def _mode(values: Settings) -> str:
 
 
 def _recomputes(values: Settings) -> bool:
-    # `recompute=none` has no keys, and `_flat` keeps its empty dict under `recompute` itself.
-    return any(key.startswith("recompute.") for key in values)
+    return values.get("recompute.blocks") == "true"
 
 
 def _recomputes_itself(values: Settings) -> bool:

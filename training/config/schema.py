@@ -116,18 +116,10 @@ class CosineSchedule(LinearSchedule):
 
 
 @dataclass
-class RecomputeBySize:
-    pass
+class Recompute:
+    """`blocks`: backward computes each block again from its input; null: if the model is large."""
 
-
-@dataclass
-class RecomputeNothing:
-    pass
-
-
-@dataclass
-class RecomputeBlocks:
-    pass
+    blocks: bool | None = MISSING
 
 
 @dataclass
@@ -304,7 +296,7 @@ SCHEMAS = {
     "task": {name: schema_of(get_class(path)) for name, path in TASKS.items()},
     "optimizer": {name: schema_of(optimizer, frozenset({"params"}), RATES) for name, optimizer in OPTIMIZERS.items()},
     "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
-    "recompute": {"auto": RecomputeBySize, "none": RecomputeNothing, "block": RecomputeBlocks},
+    "recompute": dict.fromkeys(("auto", "none", "block"), Recompute),
     "quantize": QUANTIZE,
     "tracking": {"wandb": Tracking},
     "hardware": {"figures": Hardware},

@@ -19,7 +19,7 @@ from offload.planning import GRADIENT_SLOTS
 from training.checkpoints.changes import MAY_CHANGE
 from training.config.adapter import has_adapter
 from training.config.modes import weights_node
-from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
+from training.config.schema import SCHEMAS, Precision, Recompute
 from training.config.validation import check
 from training.errors import UserError
 from training.planning.dry_step import examples_of_microbatch
@@ -112,7 +112,7 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
     if not footprint.layer_major:
         yield change("microbatches", min(2 * config.microbatches, config.batch_size // config.devices))
     if not (recomputes(config) or components.mode.recomputes):
-        yield _option(config, "recompute", "block", OmegaConf.structured(RecomputeBlocks))
+        yield _option(config, "recompute", "block", OmegaConf.structured(Recompute(blocks=True)))
     # Another mode would keep activations that this one computes again.
     others = () if components.mode.recomputes and not recomputes(config) else OTHER_MODES
     for name in others:

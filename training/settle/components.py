@@ -34,7 +34,7 @@ from training.config.adapter import NoAdapter, has_adapter
 from training.config.construct import keys_under, make_mode
 from training.config.declare import AUTO
 from training.config.modes import weights_node
-from training.config.schema import OnNonfinite, Pipeline, Precision, RecomputeBlocks
+from training.config.schema import OnNonfinite, Pipeline, Precision
 from training.data.pipeline_folder import pipeline_folder
 from training.errors import UserError
 from training.metrics.progress import phase
@@ -224,7 +224,7 @@ def footprint_of(config: DictConfig, mode: Mode, model: nn.Module, options: Atta
 
 def recomputes(config: DictConfig) -> bool:
     """Tells whether the configuration asks for recomputed blocks."""
-    return issubclass(OmegaConf.get_type(config.recompute), RecomputeBlocks)
+    return bool(config.recompute.blocks)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from training.config.construct import construct
 from training.config.declare import AUTO
 from training.config.modes import CONF
 from training.config.rates import RECOMPUTE_FROM, shown, suit
-from training.config.schema import OnNonfinite, Precision, RecomputeBlocks, RecomputeBySize, RecomputeNothing
+from training.config.schema import OnNonfinite, Precision
 from training.errors import UserError
 from training.parallel.ranks import shares_homes
 from training.runs.invocation import Invocation
@@ -102,10 +102,9 @@ def settle_sizes(settled: Settled, model: nn.Module) -> Settled:
     )
     if adapted and config.model.weights is None:
         reasons["adapter"] = "trains beside random weights, because model.weights=null: give those of a trained model"
-    if issubclass(OmegaConf.get_type(config.recompute), RecomputeBySize):
-        blocks = parameters >= RECOMPUTE_FROM and _has_blocks(model)
-        config.recompute = OmegaConf.structured(RecomputeBlocks if blocks else RecomputeNothing)
-        if blocks:
+    if config.recompute.blocks is None:
+        config.recompute.blocks = parameters >= RECOMPUTE_FROM and _has_blocks(model)
+        if config.recompute.blocks:
             reasons["recompute"] = f"block, because the model has {shown(parameters)} parameters"
     if config.microbatches == AUTO:
         of_rank = -(-task.microbatches(config) // config.devices)

@@ -52,7 +52,7 @@ class RunWriter:
             "offload": {"_target_": TARGETS[offload], "_convert_": "all", **(knobs or {})},
             "model": {"_target_": "models.llama.Llama", "hidden_size": 64},
             "optimizer": {"_target_": OPTIMIZERS[optimizer], "lr": 0.002},
-            "recompute": {"blocks": None} if recompute == "block" else {},
+            "recompute": {"blocks": recompute == "block"},
             "tracking": {"mode": "disabled", "group": f"g{self.count}"},
             "seed": seed,
             "batch_size": 8,

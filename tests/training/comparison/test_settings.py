@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,23 @@ def test_runs_that_differ_in_their_seed_alone_repeat_each_other(tmp_path: Path, 
         RunDirectory(folder).write_config(config, invocation)
     (row,) = build_rows(find_runs([tmp_path]))
     assert (row.name, row.seeds) == ("layer_stream", "0, 1")
+
+
+def test_runs_with_and_without_recompute_are_two_rows_each_with_its_reference(tmp_path: Path):
+    """With the configurations of real runs."""
+    for number, (mode, recompute) in enumerate(product(("none", "layer_stream"), ("none", "block"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        config, invocation = composed(f"offload={mode}", f"recompute={recompute}", run_dir=folder)
+        RunDirectory(folder).write_config(config, invocation)
+        write_summary(folder, {"status": "ok", "perf/step_ms": 1.0 + number})
+    rows = build_rows(find_runs([tmp_path]))
+    assert {row.name: row.ratio for row in rows} == {
+        "none": 1.0,
+        "none recompute=block": 1.0,
+        "layer_stream": 3.0,
+        "layer_stream recompute=block": 2.0,
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "host_adamw"])

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from tests.training.helpers.in_process import composed
 from tests.training.parallel.conftest import exchanged
-from training.config.schema import RecomputeBlocks
+from training.config.schema import Recompute
 from training.parallel.messages import Messages, Waiter, decoded, encoded, end_collectives, from_first
 from training.parallel.ranks import RankLostError
 
@@ -26,7 +26,7 @@ def test_a_configuration_keeps_values_and_types():
     assert OmegaConf.to_yaml(found, resolve=True) == OmegaConf.to_yaml(config, resolve=True)
     for key in ("offload", "offload.weights", "optimizer", "recompute"):
         assert OmegaConf.get_type(OmegaConf.select(found, key)) is OmegaConf.get_type(OmegaConf.select(config, key))
-    assert OmegaConf.get_type(found.recompute) is RecomputeBlocks
+    assert OmegaConf.get_type(found.recompute) is Recompute
 
 
 class Alone(Messages):
