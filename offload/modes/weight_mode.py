@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice
 
 from torch import Tensor, nn
 
@@ -39,6 +41,8 @@ from offload.weights.units.partition import (
     keep_on_device,
     open_at_once,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -148,6 +152,9 @@ class AttachedWeights(Attached):
     def _take(self, mode: WeightMode, streams: Streams, options: AttachOptions) -> Collection[Tensor]:
         check_recompute_is_outside(self.model)
         streamed = mode.cut_model(self.model, options)
+        if mode.include and not mode.chosen(self.model):
+            names = ", ".join(point.name for point in islice(mode.cut_points(self.model), 3))
+            logger.warning("include=%s: nothing streams: it matches none of %s, ...", mode.include, names)
         sharers, make_filler = options.sharers, Filler
         self._sharers, self._releases = sharers, options.release_gradients
         if sharers.count > 1:

@@ -194,7 +194,7 @@ _open: dict[torch.device, tuple[weakref.ref[Streams], int]] = {}
 def acquire(device: torch.device | str) -> Streams:
     """Returns the streams of `device`, made on first use. Every call must be matched by one `release`.
 
-    Raises ValueError for a device type other than cuda and cpu.
+    Raises ValueError for a device type other than cuda and cpu, and for cuda where torch finds no such device.
     """
     device = _with_index(torch.device(device))
     with _lock:
@@ -236,6 +236,8 @@ def _registered(device: torch.device) -> tuple[Streams | None, int]:
 def _with_index(device: torch.device) -> torch.device:
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device {device}: only cuda and cpu devices have streams here")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device}: torch {torch.__version__} finds no CUDA device: take cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,4 +1,4 @@
-"""The message about a key that does not exist."""
+"""The message about a key that does not exist, and what to write for names of other programs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -7,14 +7,56 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+# Of the keys and options of transformers, TRL, peft, diffusers and bitsandbytes: what has their meaning here.
+HERE = {
+    "learning_rate": "optimizer.lr=RATE",
+    "lr_scheduler_type": "schedule=OPTION",
+    "gradient_accumulation_steps": "microbatches=N, into which batch_size is divided",
+    "per_device_train_batch_size": "batch_size=N, of all devices and microbatches together",
+    "train_batch_size": "batch_size=N, of all devices and microbatches together",
+    "gradient_checkpointing": "recompute=block",
+    "max_grad_norm": "clip_norm=NORM",
+    "max_steps": "steps=N",
+    "num_train_epochs": "epochs=N",
+    "max_length": "seq_len=N",
+    "max_seq_length": "seq_len=N",
+    "bf16": "precision=bf16",
+    "fp16": "precision=bf16",
+    "load_in_4bit": "quantize=nf4",
+    "load_in_8bit": "quantize=int8",
+    "output_dir": "hydra.run.dir=DIR",
+    "save_steps": "checkpoint.every=N",
+    "eval_steps": "eval.every=N",
+    "logging_steps": "log_every=N",
+    "report_to": "tracking=OPTION",
+    "model_name_or_path": "model=hf model.source=NAME, or of diffusers model=diffusers",
+    "dataset_name": "dataset=hub dataset.name=NAME",
+    "lora_r": "adapter=lora adapter.rank=N",
+    "r": "adapter=lora adapter.rank=N",
+    "lora_alpha": "adapter=lora adapter.alpha=N",
+    "lora_dropout": "adapter=lora adapter.dropout=SHARE",
+    "target_modules": "adapter=lora adapter.targets=[NAME]",
+    "train_text_encoder": "nothing: only the network trains",
+    "adapter=qlora": "adapter=lora quantize=nf4",
+    "quantize=4bit": "quantize=nf4, or int4",
+    "quantize=8bit": "quantize=int8, or float8",
+    **dict.fromkeys(
+        (f"optimizer={name}" for name in ("adam8bit", "adamw8bit", "adam_8bit", "adamw_8bit", "paged_adamw_8bit")),
+        "optimizer=host_adamw optimizer.state_dtype=int8",
+    ),
+}
+
 
 def unknown_key(key: str, known: Iterable[str] | Mapping[str, Any]) -> str:
     """Returns one line about a key that does not exist: those probably meant, and those that exist beside it.
 
-    `known` are the names beside it. If they are a node of the configuration, a key of that name further down in it is
-    probably meant too. Where another option of the group has the key, these options are named.
+    A name of another program has what to write here instead. `known` are the names beside it. If they are a node of the
+    configuration, a key of that name further down in it is probably meant too. Where another option of the group has
+    the key, these options are named.
     """
     parent, _, name = key.rpartition(".")
+    if name in HERE:
+        return f"{key}: unknown key: write {HERE[name]}"
     prefix = f"{parent}." if parent else ""
     further = [f"{prefix}{path}" for path in _paths(known) if path.rpartition(".")[2] == name]
     known = sorted(name for name in known if not name.startswith("_") and name != "hydra")

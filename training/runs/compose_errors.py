@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from training.config.modes import is_group, options_of
-from training.config.unknown_keys import options_with, unknown_key
+from training.config.unknown_keys import HERE, options_with, unknown_key
 from training.errors import UserError
 from training.runs.failures import FAILED, print_failure
 from training.visible_text import visible
@@ -81,9 +81,15 @@ def _explained(error: Exception) -> str:
         return _unnamed_option(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, option = _group_and_option(error.missing_cfg_file)
+        if here := HERE.get(f"{group}={option}"):
+            return f"{group}={option}: there is no such option: write {here}"
         named = f"; by its name or folder: model=hf model.source={option}" if group == "model" and "/" in option else ""
+        if group == "hardware":
+            named = "; or give the figures of another machine, hardware.vram_gib=N and its like, beside the nearest"
         return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}{named}"
     if isinstance(error, OverrideParseException):
+        if error.override in ("plan", "force", "trace"):
+            return f"{error.override}: is not KEY=VALUE: write {error.override}=true"
         advice = "put a VALUE with blanks, brackets, letters beyond a-z or other signs between two pairs of quotes"
         return f"{error.override}: is not KEY=VALUE, without blanks around =; {advice}: KEY=\"'VALUE'\""
     if several := re.match(r"Ambiguous value for argument '([^']+)'", str(error)):

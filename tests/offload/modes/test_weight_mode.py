@@ -121,3 +121,10 @@ def test_prefetch_is_how_many_units_come_ahead(prefetch: int | None):
             model.zero_grad()
     unit = mode.footprint(model).largest_unit_bytes
     assert came[1] - before == unit * (5 + (2 if prefetch is None else prefetch))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_include_that_leaves_nothing_is_named(mode: type[WeightMode], caplog: pytest.LogCaptureFixture):
+    with under(mode(include=["nothing*"]), Stack()):
+        (record,) = caplog.records
+    assert record.getMessage().startswith("include=['nothing*']: nothing streams: it matches none of ")

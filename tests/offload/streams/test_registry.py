@@ -51,6 +51,12 @@ def test_a_device_without_streams_is_refused():
         registry.acquire("meta")
 
 
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^device cuda: torch .* finds no CUDA device: take cpu$"):
+        registry.acquire("cuda")
+
+
 @pytest.mark.slow
 def test_importing_the_engine_touches_no_cuda():
     code = (

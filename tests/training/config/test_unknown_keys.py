@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 from omegaconf import OmegaConf
 
-from training.config.unknown_keys import unknown_key
+from training.config.modes import is_group, options_of
+from training.config.schema import SCHEMAS, TrainConfig
+from training.config.unknown_keys import HERE, unknown_key
 
 
 def test_a_similar_key_is_proposed_with_its_path():
@@ -36,3 +40,22 @@ def test_the_options_that_have_the_key_are_named():
     weights = unknown_key("offload.weights.slots", [])
     assert "have it: offload@offload.weights=bounce_linear or layer_stream or shard_offload." in weights
     assert "have it: schedule=linear or cosine." in unknown_key("schedule.final", [])
+
+
+def test_names_of_other_programs_have_what_to_write():
+    assert unknown_key("learning_rate", ["steps"]) == "learning_rate: unknown key: write optimizer.lr=RATE"
+    assert unknown_key("adapter.r", []) == "adapter.r: unknown key: write adapter=lora adapter.rank=N"
+
+
+def test_what_is_to_be_written_is_there_and_what_is_not_to_be_is_not():
+    sections = [TrainConfig, *(entry.type for entry in fields(TrainConfig) if is_dataclass(entry.type))]
+    schemas = [*sections, *(schema for options in SCHEMAS.values() for schema in options.values())]
+    keys = {entry.name for schema in schemas for entry in fields(schema)}
+    for name, here in HERE.items():
+        group, _, option = name.partition("=")
+        assert option not in options_of(group) if option else name not in keys
+        for word in here.split(",")[0].split():
+            if "=" in word and not word.startswith("hydra."):
+                top, _, value = word.rstrip(",").partition("=")
+                assert top.rpartition(".")[2] in keys
+                assert not (value.islower() and is_group(top)) or value in options_of(top)

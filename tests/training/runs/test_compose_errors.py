@@ -21,6 +21,12 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("offload=fast", "offload=fast: there is no such option; choose from "),
         ("steps=many", "steps=many: must be a whole number"),
         ("optimizer.eps=fast", "optimizer.eps=fast: must be a number"),
+        ("adapter=qlora", "adapter=qlora: there is no such option: write adapter=lora quantize=nf4"),
+        (
+            "hardware=rtx3090",
+            "hardware=rtx3090: there is no such option; choose from a100, auto, h200, measured",
+        ),
+        ("plan", "plan: is not KEY=VALUE: write plan=true"),
         ("plan=perhaps", "plan=perhaps: must be true or false"),
         ("precision=fp16", "precision=fp16: choose from auto, bf16, fp32"),
         ("batch_size=null", "batch_size=null: must have a value"),
