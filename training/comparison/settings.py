@@ -160,10 +160,10 @@ def _differing_keys(
     """Returns KEY=VALUE of the keys whose value differs in a run that chose the same options above the key."""
     named = []
     for key, value in own.items():
-        if key.endswith("._target_") or key in chosen or value in NOTHING or (key in SETTLED and value == AUTO):
+        if key.endswith("._target_") or key in chosen or value in NOTHING or SETTLED.get(key) == value:
             continue
         # A key that only some runs have comes from another version of the program, not from another experiment.
-        same = (value, AUTO) if key in SETTLED else (value,)
+        same = (value, SETTLED.get(key, value))
         others = [them for other, them in zip(values, options, strict=True) if other.get(key, value) not in same]
         if any(_same_above(key, chosen, them) for them in others):
             named.append(f"{key}={_written(value)}")

@@ -14,19 +14,20 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 AUTO = "auto"
-# A run writes down what it took; one that was refused before that has auto there still.
-SETTLED = (
-    "precision",
-    "microbatches",
-    "offload.resident",
-    "offload.weights.resident",
-    "model.weights",
-    "dataset.tokenizer",
-    "optimizer.lr",
-    "optimizer.weight_decay",
-    "schedule.warmup",
-    "seq_len",
-)
+# By key, what stands there until a run writes down what it took: one that was refused before that has it still.
+SETTLED = {
+    "precision": AUTO,
+    "microbatches": AUTO,
+    "offload.resident": AUTO,
+    "offload.weights.resident": AUTO,
+    "model.weights": AUTO,
+    "dataset.tokenizer": AUTO,
+    "optimizer.lr": AUTO,
+    "optimizer.weight_decay": AUTO,
+    "schedule.warmup": AUTO,
+    "seq_len": AUTO,
+    "recompute.blocks": "null",
+}
 
 
 def number(at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:

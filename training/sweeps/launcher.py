@@ -165,7 +165,7 @@ def is_finished(job: SweepJob, config: DictConfig) -> bool:
     try:
         changed = changed_values(config, read_config(job.directory))
         # The job wrote down what it took.
-        changed = {name: values for name, values in changed.items() if name not in SETTLED or values[1] != AUTO}
+        changed = {name: values for name, values in changed.items() if values[1] != SETTLED.get(name)}
     except OmegaConfBaseException:
         # A reference that leads nowhere. The job refuses it.
         return False
