@@ -83,6 +83,8 @@ from offload.streams.registry import Streams, acquire, release
 from offload.streams.transfer import upload
 from offload.weights.footprint import Footprint
 
+__version__ = "0.1.0"
+
 __all__ = [
     "NO_OPTIONS",
     "ActivationMode",

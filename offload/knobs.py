@@ -3,14 +3,14 @@
     @dataclass(kw_only=True, eq=False)
     class MyMode(WeightMode):
         slots: int = knob(2, at_least=1)
-        outside: str = choice("resident", "stream")
+        outside: Literal["resident", "stream"] = knob("resident")
 
 `check_knobs` holds the values to the declarations. The configuration takes names, types and defaults from the same
 fields (`training.config.modes`), and the explanations from the `Args:` section of the docstrings (`explanations`).
 Sizes in bytes are written as people write them: "2GiB", "512MiB", or a plain number (`parse_bytes`, `format_bytes`,
 `GIB`).
 
-Public are `knob`, `choice`, `in_range`, `explanations`, `parse_bytes`, `format_bytes` and `GIB`.
+Public are `knob`, `in_range`, `explanations`, `parse_bytes`, `format_bytes` and `GIB`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import field, fields
-from typing import Any
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from offload.errors import KnobError
 
-__all__ = ["GIB", "choice", "explanations", "format_bytes", "in_range", "knob", "parse_bytes"]
+__all__ = ["GIB", "explanations", "format_bytes", "in_range", "knob", "parse_bytes"]
 
 GIB = 2**30
 UNITS = {"TiB": 2**40, "GiB": GIB, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -52,17 +53,15 @@ def format_bytes(nbytes: int) -> str:
 
 
 def knob(default: Any, *, at_least: float | None = None, at_most: float | None = None) -> Any:
-    """Returns a field for a knob of any type but bytes and choices. A list is the default of this one object alone."""
+    """Returns a field for a knob of any type but bytes. A list is the default of this one object alone.
+
+    One of several words has their type, `Literal["auto", "off"]`, which `check_knobs` holds it to.
+    """
 
     def checked(name: str, value: Any) -> Any:
         return value if value is None else in_range(name, value, at_least=at_least, at_most=at_most)
 
     return _declared(default, checked)
-
-
-def choice(*choices: str) -> Any:
-    """Returns a field for a knob that is one of `choices`, by default the first."""
-    return _declared(choices[0], lambda name, value: one_of(name, value, *choices))
 
 
 def nbytes(default: str | int, *, or_else: str = "") -> Any:
@@ -113,9 +112,18 @@ def check_knobs(owner: Any) -> None:
 
     Sizes become bytes.
     """
+    choices = choices_of(type(owner))
     for entry in fields(owner):
         if checked := entry.metadata.get("checked"):
             setattr(owner, entry.name, checked(entry.name, getattr(owner, entry.name)))
+        if entry.name in choices:
+            one_of(entry.name, getattr(owner, entry.name), *choices[entry.name])
+
+
+@cache
+def choices_of(owner: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
+    """Returns the values of each field of a class, or argument of a function, whose type is a `Literal`."""
+    return {name: get_args(hint) for name, hint in get_type_hints(owner).items() if get_origin(hint) is Literal}
 
 
 def explanations(owner: type) -> dict[str, str]:

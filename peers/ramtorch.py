@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from offload import OwnOptimizer
-from offload.knobs import choice, knob
+from offload.knobs import knob
 from peers.peer import AttachedPeer, adamw_group, clip, set_rate
 from peers.stages import ChainPeer, stages
 
@@ -79,8 +79,8 @@ class RamTorch(ChainPeer):
 
     window: int = knob(2, at_least=1)
     pin: int = knob(0, at_least=0)
-    backward: str = choice("checkpoint", "recompute", "keep")
-    masters: str = choice("fp32", "none")
+    backward: Literal["checkpoint", "recompute", "keep"] = knob("checkpoint")
+    masters: Literal["fp32", "none"] = knob("fp32")
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import tomllib
 
 import yaml
 
+import offload
 from tests import ROOT
 
 
@@ -37,9 +38,10 @@ def test_the_image_has_a_python_that_the_project_supports():
     assert int(lowest) <= int(version) < int(above)
 
 
-def test_the_citation_is_of_this_version():
+def test_citation_and_changelog_are_of_this_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "authors"} <= citation.keys()
     assert citation["title"].lower() == project["name"]
-    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert (citation["version"], citation["license"]) == (offload.__version__, project["license"])
+    assert f"\n## {offload.__version__} " in (ROOT / "CHANGELOG.md").read_text()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
-from offload.knobs import choice
+from offload.knobs import knob
 from offload.modes.weight_mode import WeightMode
 from offload.weights.units.joining import join_small
 from offload.weights.units.partition import CutPoint
@@ -35,9 +36,20 @@ class BounceLinear(WeightMode):
     Args:
         outside: every other parameter (embeddings, norms) is resident, or streams in the unit of the layer that follows
             it in the order of the model (of the last layer, if none follows).
+        slots: layers that fit on the device at a time, each in a buffer as large as the largest.
+        prefetch: layers fetched ahead of the one that computes: below slots; null is as many as the slots allow.
+        resident: stays on the device after all, the first layers and others spread evenly: a number of layers (8), a
+            share of the bytes (25%), or bytes (2GiB).
+        include, exclude: patterns over the names of the layers, such as model.layers.1*. What matches an
+            include pattern streams, everything where none is given, but not what matches an exclude pattern.
+        trained: parameters that train stream with the rest, or stay on the device, as small ones beside frozen weights
+            may; then nothing that streams has gradients.
+        pin: auto page-locks the host memory, which copies five times as fast; "off" (quoted) takes pageable memory.
+        source: weights that stream wait in host memory; or layers that are frozen as a whole stay in their safetensors
+            files (mapped), from which threads read them ahead of use, through the host memory of four layers.
     """
 
-    outside: str = choice("resident", "stream")
+    outside: Literal["resident", "stream"] = knob("resident")
 
     def cut_points(self, model: nn.Module) -> Iterable[CutPoint]:
         points = list(_layers_and_owners(model, ""))

@@ -23,11 +23,14 @@ from offload.torch_private.torch_internals import left_out_of_graphs
 
 @dataclass(kw_only=True, eq=False)
 class SaveOnCpu(ActivationMode):
-    """Saved tensors wait on the host; `weights` is the mode of the weights.
+    """Saved tensors wait on the host, over a mode of the weights.
 
     torch makes the copies. Their bytes are counted where tensors go to its hooks and come back. Nobody times how long
     compute waits for them, so `stall_ms` is None. On the CPU, where torch has nothing to copy, the bytes are those that
     a device would copy.
+
+    Args:
+        weights: the mode of the weights, such as Resident() or LayerStream().
     """
 
     def activations(self, model: nn.Module, streams: Streams) -> SavedOnCpu:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from offload.activations.checkpointing import recompute
 from offload.activations.swapper import ActivationSwapper
 from offload.blocks import find_blocks, outside_blocks
 from offload.errors import KnobError
-from offload.knobs import choice, knob, nbytes
+from offload.knobs import knob, nbytes
 from offload.microbatches.layer_major import LayerMajor
 from offload.microbatches.trial import compute_alike
 from offload.modes.mode import NO_OPTIONS, AttachOptions
@@ -101,14 +102,25 @@ class ShardOffload(WeightMode):
         checkpoint: true keeps only the input of each block and computes the block again in backward; false keeps its
             activations, and its weights stream all the same.
         boundary: the inputs of recomputed blocks wait for backward on the host, or on the device.
+        slots: shards that fit on the device at a time, each in a buffer as large as the largest.
+        prefetch: shards fetched ahead of the one that computes: below slots; null is as many as the slots allow.
+        resident: stays on the device after all, the first shards and others spread evenly: a number of shards (8), a
+            share of the bytes (25%), or bytes (2GiB).
+        include, exclude: patterns over the names of the blocks, such as model.layers.1*. What matches an
+            include pattern streams, everything where none is given, but not what matches an exclude pattern.
+        trained: parameters that train stream with the rest, or stay on the device, as small ones beside frozen weights
+            may; then nothing that streams has gradients.
+        pin: auto page-locks the host memory, which copies five times as fast; "off" (quoted) takes pageable memory.
+        source: weights that stream wait in host memory; or shards that are frozen as a whole stay in their safetensors
+            files (mapped), from which threads read them ahead of use, through the host memory of four shards.
     """
 
     layers: str | None = knob(None)
-    outside: str = choice("resident", "stream")
+    outside: Literal["resident", "stream"] = knob("resident")
     shards: int | None = knob(None, at_least=1)
     shard_bytes: str | int = nbytes("512MiB")
     checkpoint: bool = knob(True)
-    boundary: str = choice("host", "device")
+    boundary: Literal["host", "device"] = knob("host")
     slots: int = knob(2, at_least=1)
 
     @property

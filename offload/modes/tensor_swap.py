@@ -34,9 +34,10 @@ PREFETCH_BYTES = 512 * 2**20
 
 @dataclass(kw_only=True, eq=False)
 class TensorSwap(ActivationMode):
-    """Swaps activations; `weights` is the mode of the weights.
+    """Swaps activations, over a mode of the weights.
 
     Args:
+        weights: the mode of the weights, such as Resident() or LayerStream().
         budget: bytes that may stay on the device besides (0, 8GiB), those that backward uses first; or auto: as much as
             the copies could not hide behind compute, which the first steps find out.
     """

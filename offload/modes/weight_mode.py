@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
+from typing import Literal
 
 from torch import Tensor, nn
 
 from offload.errors import KnobError
 from offload.files.file_filler import FileFiller, leave_in_files, ring_bytes
-from offload.knobs import choice, knob
+from offload.knobs import knob
 from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.optimizer.adamw import HostAdamW
@@ -68,9 +69,9 @@ class WeightMode(Mode, ABC):
     resident: str | int = knob(0)
     include: list[str] = knob([])
     exclude: list[str] = knob([])
-    trained: str = choice("stream", "device")
-    pin: str = choice("auto", "off")
-    source: str = choice("memory", "mapped")
+    trained: Literal["stream", "device"] = knob("stream")
+    pin: Literal["auto", "off"] = knob("auto")
+    source: Literal["memory", "mapped"] = knob("memory")
 
     def check(self) -> None:
         if self.prefetch is not None and self.prefetch >= self.slots:

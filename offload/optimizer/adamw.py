@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -106,12 +106,12 @@ class HostAdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         decay_norms_and_biases: bool = True,
-        master: str = "compact",
-        state_dtype: str = "fp32",
+        master: Literal["compact", "stochastic"] = "compact",
+        state_dtype: Literal["fp32", "bf16", "int8"] = "fp32",
         device_share: str | int = 0,
-        gradients: str = "auto",
+        gradients: Literal["auto", "keep", "release"] = "auto",
         threads: int | None = None,
-        speculate: str = "auto",
+        speculate: Literal["auto", "on", "off"] = "auto",
     ):
         self.format = StateFormat(master, state_dtype)
         one_of("speculate", speculate, "auto", "on", "off")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -10,7 +11,6 @@ from offload.errors import KnobError
 from offload.knobs import (
     GIB,
     check_knobs,
-    choice,
     explanations,
     format_bytes,
     in_range,
@@ -36,7 +36,7 @@ class Mode:
     prefetch: int | None = knob(None, at_least=0)
     include: list[str] = knob([])
     exclude: list[str] = knob([])
-    pin: str = choice("auto", "off")
+    pin: Literal["auto", "off"] = knob("auto")
     room: str | int = nbytes("1KiB")
     budget: str | int = nbytes(0, or_else="auto")
 

@@ -56,7 +56,11 @@ def test_the_wheel_has_the_engine_alone(tmp_path: Path):
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         fields = Parser().parsestr(archive.read(metadata).decode())
     engine = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "offload").rglob("*") if path.suffix in (".py", ".c", ".h")
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "offload").rglob("*")
+        if path.suffix in (".py", ".c", ".h", ".typed")
     }
+    assert "offload/py.typed" in engine
+    assert fields["Version"] == offload.__version__
     assert {name for name in names if ".dist-info/" not in name} == engine
     assert [line.partition(">")[0].partition("<")[0] for line in fields.get_all("Requires-Dist")] == ["torch"]

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
@@ -46,13 +46,13 @@ class Built:
 def schema_of(target: type, given: frozenset[str] = frozenset(), or_auto: frozenset[str] = frozenset()) -> type:
     """Makes the dataclass of a class: a key for each argument, with its type and default.
 
-    Arguments that code gives (`given`) are left out. Those of `or_auto` are numbers that may be auto. The mode of the
-    weights is an option of its own.
+    Arguments that code gives (`given`) are left out. Those of `or_auto` are numbers that may be auto. A choice of words
+    is a string, which the class itself checks. The mode of the weights is an option of its own.
     """
     keys = [
         (
             name,
-            int | float | str if name in or_auto else kind,
+            int | float | str if name in or_auto else str if get_origin(kind) is Literal else kind,
             field(default_factory=default.copy) if isinstance(default, list) else field(default=default),
         )
         for name, kind, default in _arguments(target)

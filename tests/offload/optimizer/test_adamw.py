@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from offload.errors import KnobError
+from offload.knobs import choices_of
 from offload.modes.bounce_linear import BounceLinear
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import join
@@ -233,3 +235,13 @@ def test_a_devices_own_kernel_updates_all_its_parameters(dtype: torch.dtype, mon
             optimizer.states.place(weights, host)
         train(optimizer, weights)
         assert same(weights, expected)
+
+
+def test_words_are_those_of_the_type_hints():
+    choices = choices_of(HostAdamW.__init__)
+    assert choices.keys() == {"master", "state_dtype", "gradients", "speculate"}
+    for name, words in choices.items():
+        for word in words:
+            HostAdamW([nn.Parameter(torch.ones(1))], **{name: word})
+        with pytest.raises(KnobError, match=f"{name}=other: must be {' or '.join(words)}"):
+            HostAdamW([nn.Parameter(torch.ones(1))], **{name: "other"})

@@ -26,7 +26,7 @@ def test_the_page_has_the_values_of_the_configuration():
         overrides = ["steps=321", "offload=layer_stream", "offload.slots=7"]
         page = help.page(compose("config", overrides, return_hydra_config=True))
     assert "[321]" in page
-    assert "offload.slots     units that fit on the device" in page
+    assert "offload.slots     blocks that fit on the device" in page
     assert "${" not in page
 
 
@@ -53,7 +53,7 @@ def test_a_dollar_sign_is_doubled_because_hydra_fills_in_a_template(monkeypatch:
 
 def test_the_keys_of_a_mode_are_explained_with_their_values():
     page = knobs("offload", "offload=layer_stream", "offload.slots=7", "offload.layers=model.layers")
-    assert "offload.slots     units that fit on the device" in page
+    assert "offload.slots     blocks that fit on the device" in page
     assert "[7]" in page
     assert "offload.layers    dotted path of the list of blocks" in page
     assert "[null]" in page
@@ -62,7 +62,7 @@ def test_the_keys_of_a_mode_are_explained_with_their_values():
 
 def test_the_keys_of_both_modes_are_explained_by_their_whole_path():
     page = knobs("offload", "offload=layer_stream_swap")
-    assert "offload.weights.prefetch  units fetched ahead" in page
+    assert "offload.weights.prefetch  blocks fetched ahead" in page
     assert "offload.budget            bytes that may stay" in page
 
 
