@@ -37,6 +37,22 @@ SEQ_LEN, SHORT_SEQ_LEN = 2048, 256
 RECOMPUTE_FROM = 500e6
 
 
+class Choice(str):
+    """A value that nobody gave, and why it is this one, as a line for people.
+
+    `value` and `brief` are for a plan in few lines: the value alone, and its reason in a word or two.
+    """
+
+    value: str
+    brief: str
+
+    @classmethod
+    def of(cls, value: object, why: str, brief: str) -> Choice:
+        found = cls(f"{value}, because {why}")
+        found.value, found.brief = str(value), brief
+        return found
+
+
 def suit(config: DictConfig, parameters: int, *, is_text: bool, positions: int | None) -> dict[str, str]:
     """Writes into `config` the values that are `auto`, of a model with so many `parameters` and at most `positions`.
 
@@ -55,7 +71,8 @@ def suit(config: DictConfig, parameters: int, *, is_text: bool, positions: int |
     }
     what = f"{shown(parameters)} {'pretrained ' if loaded else ''}parameters"
     from_seed = "" if loaded else " from the seed"
-    why = f"because an adapter beside {what} trains" if adapter else f"because {what} train{from_seed}"
+    why = f"an adapter beside {what} trains" if adapter else f"{what} train{from_seed}"
+    brief = "adapter" if adapter else "pretrained" if loaded else shown(parameters)
     reasons = {}
     for key, value in values.items():
         if OmegaConf.select(config, key) != AUTO:
@@ -63,9 +80,9 @@ def suit(config: DictConfig, parameters: int, *, is_text: bool, positions: int |
         OmegaConf.update(config, key, value)
         if key == "seq_len":
             if is_text and not small:
-                reasons[key] = f"{value}, because the model has {shown(parameters)} parameters"
+                reasons[key] = Choice.of(value, f"the model has {shown(parameters)} parameters", shown(parameters))
         elif loaded or adapter or not small:
-            reasons[key] = f"{value:g}, {why}"
+            reasons[key] = Choice.of(f"{value:g}", why, brief)
     return reasons
 
 

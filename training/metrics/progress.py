@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -100,6 +101,19 @@ class Progress:
             return "?"
         seconds = (time.monotonic() - self._started_at) / done * (self._total_steps - step)
         return tqdm.format_interval(seconds)
+
+
+def print_brief(plan: Mapping[str, str], title: str, *, stream: TextIO | None = None) -> None:
+    """Prints `plan` at the start of a run: a line for each entry, notes cut off at its end."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, value in plan.items():
+        is_note = name.startswith("note")
+        table.add_row(visible(name), Text(visible(value), no_wrap=is_note, overflow="ellipsis" if is_note else "fold"))
+    console = _console(stream)
+    console.print(f"{visible(title)} (plan=true prints all of it)", style="bold", highlight=False)
+    console.print(table)
 
 
 def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO | None = None) -> None:

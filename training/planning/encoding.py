@@ -107,8 +107,13 @@ class PlannedEncoding:
 
     def rows(self, device: str, on_device: str, on_host: str) -> dict[str, str]:
         """Returns rows of a plan: values by label. The texts say of the bytes at the peak whether they fit."""
+    @property
+    def summary(self) -> str:
+        """All of it in a line."""
+        return f"{self.what}: about {self.seconds:,.1f} s, {format_bytes(self.kept_bytes)} on the disk"
+
         return {
-            "encoding": f"{self.what}: about {self.seconds:,.1f} s, {format_bytes(self.kept_bytes)} on the disk",
+            "encoding": self.summary,
             **{f"encoding: {device}: {part}": format_bytes(nbytes) for part, nbytes in self.device_bytes.items()},
             f"encoding: {device}: at its peak": on_device,
             "encoding: host: in all": on_host,

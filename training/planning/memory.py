@@ -28,8 +28,8 @@ from training.settle.components import STATES_OF_SPARE, Components, trained_para
 DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
 # The further operations of torch on a tile that join and split a compact master; counted and not measured.
 DEVICE_REMAINDER_BYTES = 75
-# The name of the logs for undoing updates among the parts of host memory.
-UNDO_LOG = "undo log"
+# The part of host memory with the logs for undoing updates.
+UNDO_LOG = "rollback buffers"
 # That of the averages of weights, with the weights themselves while the averages are in their place.
 EMA = "ema"
 # The bytes of an average, which an update reads and writes.

@@ -10,6 +10,7 @@ from typing import Any
 
 from offload.knobs import GIB, format_bytes
 from offload.planning import Forecast, Work
+from training.config.rates import Choice, shown
 from training.metric_names import PLANNED
 from training.planning.encoding import PlannedEncoding
 from training.planning.machine import Machine
@@ -48,6 +49,8 @@ class RunPlan:
         clipped_ms: the time of a step that is clipped, where other steps update before their norm is known; else None.
         encoding: of captioned pictures, before the first step; None where nothing is to be encoded, or that is unknown.
         floor_ms: the shortest possible step; None on the CPU, whose figures are no bound.
+        units: what a step trains on, of `unit` ("tokens"), on all devices.
+        steps: of the whole run; None where they follow from `epochs`.
     """
 
     device_bytes: Mapping[str, int]
@@ -71,6 +74,10 @@ class RunPlan:
     facts: Mapping[str, str] = field(default_factory=dict)
     parameters: int = 0
     trained_parameters: int = 0
+    units: int = 0
+    unit: str = ""
+    microbatches: int = 1
+    steps: int | None = None
 
     @property
     def totals(self) -> dict[str, int]:
@@ -167,9 +174,47 @@ class RunPlan:
         }
 
     def _trained(self) -> str:
+            **self._speed(),
+            **{f"note {number}": note for number, note in enumerate(self.notes, start=1)},
+        }
+
+    def brief(self) -> dict[str, str]:
+        """Returns what the start of a run tells of its plan: about ten lines, by label."""
+        before, trains = self.encoding, self.trained_parameters / max(self.parameters, 1)
+        # Without a GPU, those of the device are among the host's.
+        on_host = {**self.host_bytes, **({} if self.has_gpu else {"device": 0, **self.device_bytes})}
+        parts = {"vram_budget": self.device_bytes, "host_budget": on_host}
+        fits = {
+            key: f"{self._against(key, self.totals)}; {(most := max(parts[key], key=parts[key].get))}"
+            f" {format_bytes(parts[key][most])}"
+            for key in BUDGETS
+        }
+        streams = "" if self.streamed is None else f"; {self.streamed:.0%} of the weights stream"
+        copies = [f"{format_bytes(int(self.step_bytes[way]))} {way}" for way in ("in", "out") if self.step_bytes[way]]
+        microbatches = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        return {
+            "hardware": f"{self.machine.name} ({self.machine.source})",
+            "model": f"{shown(self.parameters)} parameters, {'all' if trains == 1 else f'{trains:.2%}'} train{streams}",
+            **({"data": "; ".join(f"{name}: {fact}" for name, fact in self.facts.items())} if self.facts else {}),
+            **({} if before is None else {"encoding": before.summary}),
+            **({"device": fits["vram_budget"]} if self.has_gpu else {}),
+            "host": fits["host_budget"],
+            **({"copies": f"{', '.join(copies)} a step"} if copies else {}),
+            "step": f"{_time(self.forecast.step_ms)} for {self.units:,} {self.unit}{microbatches}, bound by"
+            f" {self.forecast.bound}",
+            **self._speed(),
+            **({"chosen": chosen} if (chosen := _in_brief(self.chosen)) else {}),
         return f"{self.trained_parameters:,} of {self.parameters:,}, {self.trained_parameters / self.parameters:.2%}"
 
     def _against(self, budget: str, totals: Mapping[str, int]) -> str:
+    def _speed(self) -> dict[str, str]:
+        step_s = self.forecast.step_ms / 1e3
+        if not step_s or not self.units:
+            return {}
+        rate = self.units / step_s
+        run = "" if self.steps is None else f"; {self.steps:,} steps take {_time(self.steps * step_s * 1e3)}"
+        return {"speed": f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} {self.unit}/s{run}"}
+
         needed, limit = totals[budget], self.limits().get(budget)
         if limit is None:
             return format_bytes(needed)
@@ -189,3 +234,20 @@ def _copies(total: float, activations: float) -> str:
     return format_bytes(int(total)) + (
         f", of these activations {format_bytes(int(activations))}" if activations else ""
     )
+
+
+def _in_brief(chosen: Mapping[str, str]) -> str:
+    """Returns the choices that have a brief reason, each reason once."""
+    by_reason: dict[str, list[str]] = {}
+    for key, choice in chosen.items():
+        if isinstance(choice, Choice):
+            by_reason.setdefault(choice.brief, []).append(f"{key.rpartition('.')[2]} {choice.value}")
+    return ", ".join(f"{', '.join(values)} ({reason})" for reason, values in by_reason.items())
+
+
+def _time(ms: float) -> str:
+    """Returns a time for people: 211 ms, 27.6 s, 34 minutes, 12.5 hours."""
+    for unit, length_ms, below_ms in (("ms", 1, 1e3), ("s", 1e3, 120e3), ("minutes", 60e3, 7200e3)):
+        if ms < below_ms:
+            return f"{ms / length_ms:.3g} {unit}"
+    return f"{ms / 3600e3:,.1f} hours"

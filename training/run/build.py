@@ -15,8 +15,9 @@ from offload import Attached, HostAdamW, OwnOptimizer, Speculation, Streams
 from offload.knobs import GIB, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
-from training.metrics.progress import phase, print_plan
-from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
+from training.metrics.progress import phase, print_brief
+from training.metrics.run_names import chosen_options, model_name, run_label, run_name, run_tags
+from training.metrics.wandb_tracker import Tracker, plain
 from training.optim import build_schedule, warn_of_rates
 from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import memory_explained
@@ -76,7 +77,7 @@ def build(
         plan.write(run_dir)
         if plan.encoding is None:
             # Else it was, before the encoding.
-            print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
+            print_brief(plan.brief(), f"Plan: {invocation.title} on {components.device}")
         # Before anything large is allocated, so that the tracker also records a run that has no memory.
         # Two runs that resume elsewhere from one checkpoint would be mixed in wandb.
         tracking_id = run.start.tracking_id if run.resumes_here else None

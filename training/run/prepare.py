@@ -19,7 +19,7 @@ from training.errors import UserError
 from training.evaluation.held_out import Evaluation
 from training.evaluation.reference import saved_reference
 from training.evaluation.samples import Samples
-from training.metrics.progress import phase, print_plan
+from training.metrics.progress import phase, print_brief
 from training.parallel.ranks import Ranks
 from training.planning.encoding import planned_encoding
 from training.planning.fit import refuse_misfit
@@ -115,7 +115,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     plan = replace(plan, facts=facts_of(dataset), encoding=encoding)
     refuse_misfit(components, plan)
     if encoding is not None:
-        print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
+        print_brief(plan.brief(), f"Plan: {invocation.title} on {components.device}")
         encode_missing(dataset, components, encoding)
     evaluation = Evaluation.of(config, components.task, dataset)
     samples = Samples.of(config, components.task, components.model)

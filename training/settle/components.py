@@ -34,6 +34,7 @@ from training.config.adapter import NoAdapter, has_adapter
 from training.config.construct import keys_under, make_mode
 from training.config.declare import AUTO
 from training.config.modes import weights_node
+from training.config.rates import Choice
 from training.config.schema import OnNonfinite, Pipeline, Precision
 from training.data.pipeline_folder import pipeline_folder
 from training.errors import UserError
@@ -315,7 +316,8 @@ def reasons_of(found: Components) -> dict[str, str]:
     optimizer, reasons = choices.get("optimizer"), {**found.settled.reasons, **found.gradients.reasons}
     streams = bool(found.footprint.units)
     if found.updates_overlap and streams and "optimizer" not in given:
-        reasons["optimizer"] = f"{optimizer}, because offload={choices.get('offload')} keeps weights on the host"
+        why = f"offload={choices.get('offload')} keeps weights on the host"
+        reasons["optimizer"] = Choice.of(optimizer, why, "weights on the host")
     if found.may_speculate:
         reasons["optimizer.speculate"] = _why_speculation(found)
     if has_adapter(config):
@@ -323,7 +325,7 @@ def reasons_of(found: Components) -> dict[str, str]:
         if weights.get("trained") == "device" and f"{key}.trained" not in given:
             reasons[f"{key}.trained"] = f"device, because {adapter} is small: only frozen weights stream"
         if "optimizer" not in given and not found.updates_overlap:
-            reasons["optimizer"] = f"{optimizer}, because {adapter} trains on the device"
+            reasons["optimizer"] = Choice.of(optimizer, f"{adapter} trains on the device", "adapter")
     if config.optimizer.get("device_share") == AUTO and streams:
         left = "nothing" if config.vram_budget is None else "what the first step leaves free"
         reasons["optimizer.device_share"] = f"{left}: {fills_budget(config)}"

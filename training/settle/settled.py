@@ -20,7 +20,7 @@ from training.config.adapter import has_adapter
 from training.config.construct import construct
 from training.config.declare import AUTO
 from training.config.modes import CONF
-from training.config.rates import RECOMPUTE_FROM, shown, suit
+from training.config.rates import RECOMPUTE_FROM, Choice, shown, suit
 from training.config.schema import OnNonfinite, Precision
 from training.errors import UserError
 from training.parallel.ranks import shares_homes
@@ -73,11 +73,12 @@ def settle(config: DictConfig, invocation: Invocation, device: torch.device, on_
     task = construct(config.task, "task")
     if chosen("precision"):
         config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
-        has = "a GPU" if config.precision == Precision.bf16 else "no GPU that computes in bf16"
-        reasons["precision"] = f"{config.precision}, because there is {has}"
+        on_gpu = config.precision == Precision.bf16
+        has = "a GPU" if on_gpu else "no GPU that computes in bf16"
+        reasons["precision"] = Choice.of(config.precision, f"there is {has}", "GPU" if on_gpu else "no GPU")
     if chosen("model.weights"):
         config.model.weights = found = weights_of_source(config.model)
-        from_seed = "the weights begin from the seed, because model.source names an architecture alone"
+        from_seed = Choice.of("the weights begin from the seed", "model.source names an architecture alone", "no files")
         reasons["model.weights"] = from_seed if found is None else f"{found}, those of model.source"
     if chosen("dataset.tokenizer"):
         config.dataset.tokenizer = settled_tokenizer(config)
@@ -101,11 +102,13 @@ def settle_sizes(settled: Settled, model: nn.Module) -> Settled:
         config, parameters, is_text=hasattr(model, "vocab_size"), positions=getattr(model, "most_positions", None)
     )
     if adapted and config.model.weights is None:
-        reasons["adapter"] = "trains beside random weights, because model.weights=null: give those of a trained model"
+        why = "model.weights=null: give those of a trained model"
+        reasons["adapter"] = Choice.of("trains beside random weights", why, "model.weights=null")
     if config.recompute.blocks is None:
         config.recompute.blocks = parameters >= RECOMPUTE_FROM and _has_blocks(model)
         if config.recompute.blocks:
-            reasons["recompute"] = f"block, because the model has {shown(parameters)} parameters"
+            size = shown(parameters)
+            reasons["recompute"] = Choice.of("block", f"the model has {size} parameters", size)
     if config.microbatches == AUTO:
         of_rank = -(-task.microbatches(config) // config.devices)
         config.microbatches = min(of_rank, config.batch_size // config.devices)
@@ -130,7 +133,8 @@ def _precision(on_gpu: bool) -> Precision:
 def _why_tokenizer(config: DictConfig) -> str:
     own = own_tokenizer(config.model)
     if own is None:
-        return "bytes, because the weights begin from the seed and model.source brings no tokenizer"
+        why = "the weights begin from the seed and model.source brings no tokenizer"
+        return Choice.of("bytes", why, "model has none")
     return f"{config.dataset.tokenizer or 'bytes'}, the tokenizer of {own.of}"
 
 

@@ -10,7 +10,7 @@ import termios
 import pytest
 
 from training.metric_names import METRIC_KEYS
-from training.metrics.progress import Progress, format_value, phase, print_plan, print_summary
+from training.metrics.progress import Progress, format_value, phase, print_brief, print_plan, print_summary
 
 RECORD = {
     "train/loss": 5.25,
@@ -168,6 +168,16 @@ def test_plan_shows_every_row_and_folds_long_values():
     assert max(len(line) for line in lines) <= 120
     assert "".join(re.findall(r"[\w/]+(?= +│$)", "\n".join(lines[3:]), re.MULTILINE)) == path
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_brief_plan_has_a_line_for_each_note_and_folds_other_values():
+    stream = io.StringIO()
+    print_brief({"chosen": "lr 1, " * 30, "note 1": "of a weight, " * 30}, "Plan: [x]", stream=stream)
+    title, *lines = stream.getvalue().splitlines()
+    assert title.startswith("Plan: [x] (plan=true ")
+    assert max(map(len, lines)) <= 120
+    assert [line[:6] for line in lines] == ["chosen", "      ", "note 1"]
+    assert lines[-1].rstrip().endswith("…")
 
 
 def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):

@@ -178,7 +178,7 @@ def test_a_run_prints_its_plan_and_then_the_time_of_the_encoding(
     printed = capsys.readouterr().out
     assert printed.count("Plan: ") == 1
     before, after = printed.split("encoded 6 pictures and 5 texts in ")
-    assert "predicted step" in before
+    assert "bound by " in before
     assert ", planned 0.0 s\n" in after
 
 

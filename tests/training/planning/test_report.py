@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 
@@ -50,3 +52,25 @@ def test_the_cpu_has_no_floor_and_no_rows_of_nothing(planned):
     assert (plan.floor_ms, "perf/floor_ms" in plan.summary()) == (None, False)
     assert not [label for label in plan.rows() if "copied" in label or "shortest" in label]
     assert "copied in a step" in planned("offload=layer_stream").rows()
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_brief_plan_is_ten_lines_without_the_words_of_the_engine(planned, has_gpu: bool):
+    plan = planned("offload=layer_stream", "adapter=lora", "offload.resident=0", "vram_budget=1GiB", has_gpu=has_gpu)
+    brief = plan.brief()
+    lines = {label: value for label, value in brief.items() if not label.startswith("note")}
+    assert list(lines) == ["hardware", "model", *["device"] * has_gpu, "host", "copies", "step", "speed", "chosen"]
+    assert max(len(value) for label, value in lines.items() if label != "chosen") <= 70
+    assert lines["model"].endswith("% train; 76% of the weights stream")
+    assert "of 1.00 GiB (vram_budget): fits; " in lines.get("device", "of 1.00 GiB (vram_budget): fits; ")
+    assert f"for {plan.units:,} tokens" in lines["step"]
+    assert "lr 0.0002, weight_decay 0" in lines["chosen"]
+    assert not [word for word in ("undo", "final", "speculat") if word in " ".join(brief.values())]
+
+
+def test_speed_and_time_of_a_run_follow_from_the_step(planned):
+    plan = planned("offload=none", "steps=1000")
+    plan = replace(plan, forecast=replace(plan.forecast, step_ms=12_000.0), units=6000, unit="tokens", microbatches=3)
+    assert plan.brief()["speed"] == plan.rows()["speed"] == "500 tokens/s; 1,000 steps take 3.3 hours"
+    assert plan.brief()["step"].startswith("12 s for 6,000 tokens in 3 microbatches, bound by ")
+    assert replace(plan, steps=None, units=6).brief()["speed"] == "0.5 tokens/s"

@@ -38,7 +38,7 @@ JOB = (
 # The steps of `build` behind the one that acquires streams, by the names under which they are called.
 STEPS = (
     (build_module, "record_hardware"),
-    (build_module, "print_plan"),
+    (build_module, "print_brief"),
     (build_module, "build_tracker"),
     (build_module, "fill_parameters"),
     (components, "recompute"),
