@@ -16,8 +16,7 @@ from offload.knobs import GIB, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
 from training.metrics.progress import phase, print_brief
-from training.metrics.run_names import chosen_options, model_name, run_label, run_name, run_tags
-from training.metrics.wandb_tracker import Tracker, plain
+from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 from training.optim import build_schedule, warn_of_rates
 from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import memory_explained
