@@ -3,7 +3,7 @@
     python scripts/probe.py
     python scripts/probe.py --device cpu --dry-run
 
-Prints the measurements and stores them in ~/.cache/offload-training, in one file for each device's name. There
+Prints the measurements and stores them in ~/.cache/lightering, in one file for each device's name. There
 `hardware=auto` and `hardware=measured` find them. Run it on an idle machine: other programs would slow it down.
 """
 

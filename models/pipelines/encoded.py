@@ -1,6 +1,6 @@
 """EncodedFolder: what the text encoders and the VAE of a pipeline have made, kept for all later runs.
 
-It is below $XDG_CACHE_HOME/offload-training/encoded (else ~/.cache/...), in a folder for each pipeline and precision:
+It is below $XDG_CACHE_HOME/lightering/encoded (else ~/.cache/...), in a folder for each pipeline and precision:
 safetensors files named by what they are made of (a picture, a caption), and a file for the network's call at each shape
 of latents.
 """
@@ -37,7 +37,7 @@ class EncodedFolder:
     def __init__(self, pipeline: Path, dtype: torch.dtype):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = f"{digest_of(pipeline)[:16]}-{str(dtype).removeprefix('torch.')}-{VERSION}"
-        self.path = cache / "offload-training" / "encoded" / name
+        self.path = cache / "lightering" / "encoded" / name
 
     def has(self, key: str) -> bool:
         """Tells whether there are tensors of that key."""

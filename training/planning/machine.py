@@ -1,6 +1,6 @@
 """The machine that a plan is made for: a preset, one measured by scripts/probe.py, or this one measured in short.
 
-The results of the probe are in $XDG_CACHE_HOME/offload-training (else ~/.cache/offload-training), one file for each
+The results of the probe are in $XDG_CACHE_HOME/lightering (else ~/.cache/lightering), one file for each
 device name. Only `scripts/probe.py` writes there.
 """
 
@@ -234,7 +234,7 @@ def kept_path(device: torch.device) -> Path:
     except RuntimeError:
         raise UserError(f"HOME is not set, and this user has no home directory: {OTHER_PLACE}") from None
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_name(device)).strip("-").lower()
-    return folder / "offload-training" / f"probe-{name}.json"
+    return folder / "lightering" / f"probe-{name}.json"
 
 
 def kept(device: torch.device) -> dict[str, str | float] | None:

@@ -93,7 +93,7 @@ def test_values_are_kept_by_the_name_of_the_device(cache: Path):
     assert kept(CPU) is None
     path = keep(CPU, {"name": "this one", "host_gib": 2})
     assert path == kept_path(CPU)
-    assert (path.parent, path.name[:6]) == (cache / "offload-training", "probe-")
+    assert (path.parent, path.name[:6]) == (cache / "lightering", "probe-")
     assert kept(CPU) == {"name": "this one", "host_gib": 2}
     assert list(path.parent.iterdir()) == [path]
 
