@@ -105,13 +105,13 @@ class PlannedEncoding:
             return f"a smaller dataset.size, or {elsewhere}"
         return f"{'offload=layer_stream' if self.slots is None else f'fewer {self.slots}'}, or {elsewhere}"
 
-    def rows(self, device: str, on_device: str, on_host: str) -> dict[str, str]:
-        """Returns rows of a plan: values by label. The texts say of the bytes at the peak whether they fit."""
     @property
     def summary(self) -> str:
         """All of it in a line."""
         return f"{self.what}: about {self.seconds:,.1f} s, {format_bytes(self.kept_bytes)} on the disk"
 
+    def rows(self, device: str, on_device: str, on_host: str) -> dict[str, str]:
+        """Returns rows of a plan: values by label. The texts say of the bytes at the peak whether they fit."""
         return {
             "encoding": self.summary,
             **{f"encoding: {device}: {part}": format_bytes(nbytes) for part, nbytes in self.device_bytes.items()},

@@ -186,10 +186,6 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     step, timed, notes, kept_bytes = planned.run, planned.timed, list(planned.notes), 0
     if footprint.activation_budget_bytes is None:
         share = hidden_share(step.phases, machine.bandwidth, flops_per_s, machine.device_gb_s)
-        units=components.task.units(config),
-        unit=components.task.unit,
-        microbatches=config.microbatches,
-        steps=config.steps,
         everything, step = step, step.swapping(share)
         kept_bytes = step.peak_bytes - everything.peak_bytes
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
@@ -232,6 +228,10 @@ def _assembled(
         clipped_ms=times.clipped_ms,
         parameters=everything,
         trained_parameters=trained,
+        units=components.task.units(config),
+        unit=components.task.unit,
+        microbatches=config.microbatches,
+        steps=config.steps,
         notes=times.notes,
         timeline=(*timed.work, *update_work(times.update, times.forecast.phases_ms, timed.step_ms)) if timed else (),
     )

@@ -170,10 +170,6 @@ class RunPlan:
             **({} if self.floor_ms is None else {"shortest possible step": f"{self.floor_ms:,.1f} ms"}),
             "predicted step": f"{self.forecast.step_ms:,.1f} ms, bound by {self.forecast.bound}",
             **({} if self.clipped_ms is None else {"predicted clipped step": f"{self.clipped_ms:,.1f} ms"}),
-            **{f"note {number}": note for number, note in enumerate(self.notes, start=1)},
-        }
-
-    def _trained(self) -> str:
             **self._speed(),
             **{f"note {number}": note for number, note in enumerate(self.notes, start=1)},
         }
@@ -204,9 +200,9 @@ class RunPlan:
             f" {self.forecast.bound}",
             **self._speed(),
             **({"chosen": chosen} if (chosen := _in_brief(self.chosen)) else {}),
-        return f"{self.trained_parameters:,} of {self.parameters:,}, {self.trained_parameters / self.parameters:.2%}"
+            **{f"note {number}": note for number, note in enumerate(self.notes, start=1)},
+        }
 
-    def _against(self, budget: str, totals: Mapping[str, int]) -> str:
     def _speed(self) -> dict[str, str]:
         step_s = self.forecast.step_ms / 1e3
         if not step_s or not self.units:
@@ -215,6 +211,10 @@ class RunPlan:
         run = "" if self.steps is None else f"; {self.steps:,} steps take {_time(self.steps * step_s * 1e3)}"
         return {"speed": f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} {self.unit}/s{run}"}
 
+    def _trained(self) -> str:
+        return f"{self.trained_parameters:,} of {self.parameters:,}, {self.trained_parameters / self.parameters:.2%}"
+
+    def _against(self, budget: str, totals: Mapping[str, int]) -> str:
         needed, limit = totals[budget], self.limits().get(budget)
         if limit is None:
             return format_bytes(needed)
