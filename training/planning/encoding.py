@@ -98,7 +98,7 @@ class PlannedEncoding:
 
     def advice(self, budget: str) -> str:
         """Returns what lowers the bytes that `budget` limits, in words."""
-        elsewhere = "encode where there is more (steps=1), and copy ~/.cache/offload-training/encoded"
+        elsewhere = "encode where there is more (steps=1), and copy ~/.cache/lightering/encoded"
         if budget == "host_budget":
             return elsewhere
         if self.device_bytes[VAE] > self.device_bytes[TEXTS]:

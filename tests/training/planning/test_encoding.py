@@ -39,7 +39,7 @@ EACH = [pytest.param(name, marks=() if name in ("flux", "qwen_image") else pytes
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "offload-training" / "encoded"
+    return tmp_path / "cache" / "lightering" / "encoded"
 
 
 @pytest.fixture(scope="module")
