@@ -6,9 +6,9 @@ WORKDIR /lightering
 # pip's cache would double the size of the image.
 ENV PIP_NO_CACHE_DIR=1
 # First what changes rarely, so that a change of the code does not install all packages again.
-COPY requirements.txt ./
+COPY requirements.txt requirements-dev.txt ./
 COPY scripts/run.sh scripts/
-RUN scripts/run.sh python --version
+RUN scripts/run.sh pytest --version
 COPY . .
 ENTRYPOINT ["scripts/run.sh"]
 CMD ["python", "train.py", "offload=bounce_linear"]

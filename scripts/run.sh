@@ -11,8 +11,8 @@ usage: scripts/run.sh CMD [ARG ...]
   scripts/run.sh pytest                # the whole suite, on all cores
   scripts/run.sh pytest tests/models   # a folder of it, or a file
 
-Makes .venv in the repository's root if it is missing, installs requirements.txt if that file changed, and runs CMD in
-the root. Needs Python 3.11, 3.12 or 3.13; PYTHON=/path/to/python chooses one.
+Makes .venv in the repository's root if it is missing, installs requirements.txt if that file changed (for pytest and
+ruff requirements-dev.txt, which includes it), and runs CMD in the root. Needs Python 3.11, 3.12 or 3.13; PYTHON=/path/to/python chooses one.
 USAGE
 }
 
@@ -36,10 +36,14 @@ find_python() {
     return 1
 }
 
-# The content of the stamp: the environment's path, which its programs contain, and a checksum of its packages.
-wanted() { printf '%s\n' "$PWD" && cksum <requirements.txt; }
+# The content of a stamp: the environment's path, which its programs contain, and checksums of its packages.
+wanted() {
+    printf '%s\n' "$PWD"
+    cksum <requirements.txt
+    if [ -n "$1" ]; then cksum <requirements-dev.txt; fi
+}
 
-installed() { [ -x .venv/bin/python ] && wanted | cmp -s - .venv/installed; }
+installed() { [ -x .venv/bin/python ] && wanted "$kind" | cmp -s - ".venv/installed$kind"; }
 
 # An interrupted set-up continues with its environment, unless that has no working pip or was moved or copied here.
 usable() {
@@ -48,7 +52,7 @@ usable() {
 }
 
 install() {
-    local python
+    local python each
     if ! usable; then
         python=$(find_python)
         say "making .venv with $("$python" --version)"
@@ -57,19 +61,26 @@ install() {
             return 1
         fi
     fi
-    rm -f .venv/installed
-    say "installing requirements.txt"
+    rm -f .venv/installed .venv/installed-dev
+    say "installing requirements$kind.txt"
     # Compiled afterwards, on all cores. This fails at the templates of some packages, which are not valid Python.
-    .venv/bin/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt >&2
+    .venv/bin/python -m pip install --disable-pip-version-check --no-compile -r "requirements$kind.txt" >&2
     .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
-    # Renamed into place at the end, so that the stamp is either whole or missing.
-    wanted >.venv/installed.partial
-    mv .venv/installed.partial .venv/installed
+    # Renamed into place at the end, so that a stamp is either whole or missing. Unquoted: "" alone, or also "-dev".
+    for each in "" $kind; do
+        wanted "$each" >.venv/installed.partial
+        mv .venv/installed.partial ".venv/installed$each"
+    done
 }
 
 case "${1:-}" in
     "") usage >&2; exit 2 ;;
     -h | --help) usage; exit ;;
+esac
+# What the command needs: requirements.txt, or requirements-dev.txt, which includes it.
+case "$*" in
+    pytest* | ruff* | *"-m pytest"* | *"-m tests"*) kind=-dev ;;
+    *) kind="" ;;
 esac
 
 CDPATH="" cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

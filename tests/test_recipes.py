@@ -33,7 +33,7 @@ def test_a_recipe_computes_the_losses_of_a_resident_model(
 ):
     package = RECIPES[imported]
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; requirements.txt leaves it out")
+        pytest.skip(f"{package} is not installed")
     caplog.set_level(logging.ERROR)
     monkeypatch.chdir(tmp_path)
     (program,) = (program for program in PROGRAMS if f"\n{imported}" in program)

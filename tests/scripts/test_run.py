@@ -20,15 +20,20 @@ case "$*" in
         rm -rf "$4"; mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     "-m pip --version") [ -z "${FAKE_BROKEN:-}" ] ;;
     "-m pip install "*)
-        echo "install in $PWD" >>"$CALLS"
+        echo "install ${*: -1}" >>"$CALLS"
         [ -z "${FAKE_SLOW:-}" ] || sleep "$FAKE_SLOW"
         [ -z "${FAKE_FAILURE:-}" ] || exit 1
-        echo "installed in $PWD" >>"$CALLS"
-        printf '#!/bin/bash\\nprintf "<%%s>" "$@"; pwd\\n' >.venv/bin/show && chmod +x .venv/bin/show ;;
+        echo "installed ${*: -1}" >>"$CALLS"
+        printf '#!/bin/bash\\nprintf "<%%s>" "$@"; pwd\\n' >.venv/bin/show && chmod +x .venv/bin/show
+        cp .venv/bin/show .venv/bin/pytest ;;
     "-m compileall "*) ;;
     *) echo "unexpected: $*" >&2; exit 99 ;;
 esac
 """
+
+
+USERS = ["install requirements.txt", "installed requirements.txt"]
+DEVELOPERS = ["install requirements-dev.txt", "installed requirements-dev.txt"]
 
 
 class Checkout:
@@ -40,6 +45,7 @@ class Checkout:
         shutil.copy(RUN, self.root / "scripts")
         self.requirements = self.root / "requirements.txt"
         self.requirements.write_text("torch==2\n")
+        (self.root / "requirements-dev.txt").write_text("pytest==9\n")
         self.calls = folder / "calls"
         self.calls.touch()
         bin_folder = folder / "bin"
@@ -66,7 +72,7 @@ class Checkout:
 
     def recorded(self):
         """Returns the calls of Python since the last time: venv, install, installed."""
-        words = [line.split()[0] for line in self.calls.read_text().splitlines()]
+        words = self.calls.read_text().splitlines()
         self.calls.write_text("")
         return words
 
@@ -77,12 +83,12 @@ def checkout(tmp_path):
 
 
 def test_the_first_command_sets_up_and_the_next_does_not_unless_the_environment_was_moved(checkout):
-    for expected in (["venv", "install", "installed"], []):
+    for expected in (["venv", *USERS], []):
         assert checkout.run("show")[0] == 0
         assert checkout.recorded() == expected
     checkout.root = checkout.root.rename(checkout.root.with_name("elsewhere"))
     assert checkout.run("show")[0] == 0
-    assert checkout.recorded() == ["venv", "install", "installed"]
+    assert checkout.recorded() == ["venv", *USERS]
 
 
 def test_arguments_arrive_as_given_in_the_root_from_anywhere(checkout, tmp_path):
@@ -96,11 +102,22 @@ def test_changed_requirements_are_installed_into_the_same_environment(checkout):
     checkout.recorded()
     checkout.requirements.write_text("torch==3\n")
     assert checkout.run("show")[0] == 0
-    assert checkout.recorded() == ["install", "installed"]
+    assert checkout.recorded() == USERS
     # Its content decides, not its time.
     os.utime(checkout.requirements)
     checkout.run("show")
     assert checkout.recorded() == []
+
+
+def test_tests_and_the_linter_bring_their_own_requirements(checkout):
+    for command, expected in (
+        (["show"], ["venv", *USERS]),
+        (["show", "-m", "tests.faults"], DEVELOPERS),
+        (["show"], []),
+        (["pytest", "tests/models"], []),
+    ):
+        assert checkout.run(*command)[0] == 0
+        assert checkout.recorded() == expected
 
 
 def test_usage_and_the_environment_of_the_command(checkout):
@@ -118,9 +135,9 @@ def test_usage_and_the_environment_of_the_command(checkout):
 def test_after_a_failed_install_no_command_runs_and_the_next_call_retries(checkout):
     status, stdout, _ = checkout.run("show", FAKE_FAILURE="1")
     assert (status, stdout) == (1, "")
-    assert checkout.recorded() == ["venv", "install"]
+    assert checkout.recorded() == ["venv", USERS[0]]
     assert checkout.run("show")[0] == 0
-    assert checkout.recorded() == ["install", "installed"]
+    assert checkout.recorded() == USERS
 
 
 def test_an_environment_without_pip_is_made_again(checkout):
@@ -129,7 +146,7 @@ def test_an_environment_without_pip_is_made_again(checkout):
     (checkout.root / ".venv" / "bin" / "python").write_text("#!/bin/bash\nexit 1\n")
     (checkout.root / ".venv" / "bin" / "python").chmod(0o755)
     assert checkout.run("show")[0] == 0
-    assert checkout.recorded() == ["venv", "install", "installed"]
+    assert checkout.recorded() == ["venv", *USERS]
 
 
 def test_two_commands_at_once_install_once(checkout):
@@ -137,7 +154,7 @@ def test_two_commands_at_once_install_once(checkout):
     for process in both:
         process.communicate(timeout=300)
     assert [process.returncode for process in both] == [0, 0]
-    assert checkout.recorded() == ["venv", "install", "installed"]
+    assert checkout.recorded() == ["venv", *USERS]
 
 
 def test_an_unsupported_python_is_named(checkout):
