@@ -5,7 +5,7 @@
     wandb login && python scripts/dashboard.py --publish          # saves it at wandb and prints its address
 
 The specification is written in every case, without a login or a network. This needs wandb-workspaces (pip install
-wandb-workspaces). Runs that were recorded offline appear once they are uploaded: wandb sync DIR.
+wandb-workspaces). Runs that were recorded offline appear once they are uploaded: wandb sync DIR/wandb.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from training.visible_text import visible
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
-PROJECT = "offload"
+PROJECT = "lightering"
 PACKAGE = "wandb-workspaces"
 NAME = "Offload modes"
 # Columns beside each run's name, in this order.
@@ -43,7 +43,7 @@ COLUMNS = (
     "eval/final_loss",
     "reason",
 )
-# Charts with one bar for each mode: title, metric, unit.
+# Charts with one bar for each label: title, metric, unit.
 BARS = (
     ("Step time", "perf/step_ms", "ms"),
     ("Peak VRAM", "memory/vram_peak_gib", "GiB"),
@@ -63,19 +63,21 @@ CURVES = (
     ("Host memory of the process", ("memory/rss_gib",), "GiB"),
 )
 TIMELINE = "trace/timeline"
+# The key of a run's configuration in wandb that runs share which differ in their seed alone.
+LABEL = "label"
 MAX_RUNS = 100
 
 
 def workspace(entity: str, project: str, group: str | None = None) -> Workspace:
-    """Builds the workspace for `entity`/`project`: runs grouped by offload mode, only those of `group` if it is given.
+    """Builds the workspace for `entity`/`project`: runs that differ in their seed alone are one bar.
 
-    Uses no network.
+    `group`: only the runs of this group. Uses no network.
     """
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
-    by_mode = {"groupby": wr.Config("choices.offload"), "groupby_aggfunc": "mean", "max_runs_to_show": MAX_RUNS}
+    by_label = {"groupby": wr.Config(LABEL), "groupby_aggfunc": "mean", "max_runs_to_show": MAX_RUNS}
     scatter = wr.ScatterPlot(
         title="Step time against peak VRAM",
         x=wr.SummaryMetric("memory/vram_peak_gib"),
@@ -83,12 +85,12 @@ def workspace(entity: str, project: str, group: str | None = None) -> Workspace:
         legend_template="${run:displayName}",
     )
     bars = [
-        wr.BarPlot(title=f"{title} ({unit})", metrics=[metric], title_x=unit, groupby_rangefunc="stddev", **by_mode)
+        wr.BarPlot(title=f"{title} ({unit})", metrics=[metric], title_x=unit, groupby_rangefunc="stddev", **by_label)
         for title, metric, unit in BARS
     ]
     over_steps = {"x": "train/step", "title_x": "step"}
     loss = wr.LinePlot(
-        title="Loss", y=["train/loss"], groupby_rangefunc="minmax", smoothing_type="none", **over_steps, **by_mode
+        title="Loss", y=["train/loss"], groupby_rangefunc="minmax", smoothing_type="none", **over_steps, **by_label
     )
     curves = [
         wr.LinePlot(title=title, y=list(metrics), title_y=unit, max_runs_to_show=MAX_RUNS, **over_steps)
@@ -111,7 +113,7 @@ def workspace(entity: str, project: str, group: str | None = None) -> Workspace:
         ],
         settings=ws.WorkspaceSettings(x_axis="train/step", max_runs=MAX_RUNS, group_by_prefix="first"),
         runset_settings=ws.RunsetSettings(
-            groupby=[expr.Config("choices.offload")],
+            groupby=[expr.Config(LABEL)],
             order=[expr.Ordering(expr.Summary("perf/step_ms"))],
             pinned_columns=["run:displayName", *(f"summary:{column}" for column in COLUMNS)],
             filters="" if group is None else expr.And(expr.Metric("Group") == group),

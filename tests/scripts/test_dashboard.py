@@ -48,22 +48,22 @@ def run(monkeypatch, *arguments: str) -> None:
 
 @pytest.mark.parametrize("group", [None, "2031-01-02-03-04-05"])
 def test_the_specification_validates_and_reads_back_equal(group):
-    written = dashboard.specification(dashboard.workspace("someone", "offload", group))
+    written = dashboard.specification(dashboard.workspace("someone", "lightering", group))
     again = read(written)
     assert dashboard.specification(again) == written
-    assert (again.entity, again.project) == ("someone", "offload")
-    assert [str(key.name) for key in again.runset_settings.groupby] == ["choices.offload"]
+    assert (again.entity, again.project) == ("someone", "lightering")
+    assert [str(key.name) for key in again.runset_settings.groupby] == [dashboard.LABEL]
     assert (group or "") in again.runset_settings.filters
     assert bool(again.runset_settings.filters) == (group is not None)
 
 
 def test_it_shows_what_people_compare_by_metrics_that_runs_record():
-    built = dashboard.workspace("", "offload")
+    built = dashboard.workspace("", "lightering")
     panels = [panel for section in built.sections for panel in section.panels]
     scatter = next(panel for panel in panels if isinstance(panel, wr.ScatterPlot))
     assert (scatter.x.name, scatter.y.name) == ("memory/vram_peak_gib", "perf/step_ms")
     bars = [panel for panel in panels if isinstance(panel, wr.BarPlot)]
-    assert all(bar.groupby == wr.Config("choices.offload") for bar in bars)
+    assert all(bar.groupby == wr.Config(dashboard.LABEL) for bar in bars)
     lines = [panel for panel in panels if isinstance(panel, wr.LinePlot)]
     assert lines[0].y == ["train/loss"]
     assert all(line.x == "train/step" for line in lines)
@@ -86,14 +86,14 @@ def test_without_a_login_it_writes_a_file_and_says_how_to_publish(tmp_path: Path
 def test_publishing_without_a_login_is_one_line(monkeypatch, tmp_path: Path):
     with pytest.raises(UserError, match="--publish: no wandb API key is set: run `wandb login`"):
         run(monkeypatch, "--publish", "--out=mine.json")
-    assert json.loads((tmp_path / "mine.json").read_text())["project"] == "offload"
+    assert json.loads((tmp_path / "mine.json").read_text())["project"] == "lightering"
 
 
 def test_publishing_saves_the_workspace_for_the_default_entity(monkeypatch, capsys):
     import wandb
 
     def upsert(view) -> dict:
-        assert (view.entity, view.project) == ("someone", "offload")
+        assert (view.entity, view.project) == ("someone", "lightering")
         return {"upsertView": {"view": {"name": "nw-abc-v", "id": "1"}}}
 
     class Api:
@@ -104,7 +104,7 @@ def test_publishing_saves_the_workspace_for_the_default_entity(monkeypatch, caps
     monkeypatch.setattr(internal, "upsert_view2", upsert)
     monkeypatch.setattr("wandb_workspaces.workspaces.interface.get_app_url", lambda _: "https://wandb.ai")
     run(monkeypatch, "--publish")
-    assert capsys.readouterr().out.splitlines()[-1] == "workspace: https://wandb.ai/someone/offload?nw=abc"
+    assert capsys.readouterr().out.splitlines()[-1] == "workspace: https://wandb.ai/someone/lightering?nw=abc"
 
 
 def test_the_project_is_the_one_that_runs_go_to():

@@ -160,7 +160,9 @@ class QuantizeNf4(Quantize):
 class Tracking:
     mode: TrackingMode = MISSING
     project: str = MISSING
+    name: str | None = MISSING
     tags: list[str] = MISSING
+    system: bool = MISSING
 
 
 class Homes(StrEnum):

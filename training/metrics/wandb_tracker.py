@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from training.errors import UserError
+from training.metrics.run_names import SWEEP_GROUP_VARIABLE
 from training.runs.failures import explain
 from training.runs.files import METRICS_FILE, WANDB_FOLDER
 
@@ -32,13 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "online", "offline", "disabled")
-SWEEP_GROUP_VARIABLE = "OFFLOAD_SWEEP_GROUP"
 
 _SETTINGS = {
     "silent": True,
     "console": "off",
-    # No sampling process beside the measured one.
-    "x_disable_stats": True,
     "init_timeout": 10.0,
     "finish_timeout": 30.0,
     "finish_timeout_raises": True,
@@ -47,6 +45,8 @@ _SETTINGS = {
     # Files that are kept with the run stay in it when its directory is moved.
     "symlink": False,
 }
+# Metrics that are zero in every step of many runs; in charts there are those of runs that have them.
+_OFTEN_ZERO = ("transfer/", "optimizer/", "memory/", "train/skipped_steps")
 # Longest waits for the wandb thread. wandb's own limits above are shorter, so that it can report what went wrong; these
 # limits end the wait for a wandb that does not answer.
 _START_LIMIT_S = 20.0
@@ -58,30 +58,10 @@ _QUEUE_LENGTH = 10_000
 _Task = Callable[["wandb.Run"], object]
 
 
-def run_name(choices: Mapping[str, str], seed: int) -> str:
-    return f"{choices['model']}-{choices['offload']}-{seed}"
-
-
-def chosen_options(choices: Mapping[str, str | None], groups: Iterable[str]) -> dict[str, str]:
-    """Returns the options of a run by group, without Hydra's own groups and groups without a chosen option.
-
-    An option inside another one is under the path of its key, with underscores: `offload_weights`.
-    """
-    chosen = {}
-    for group, option in choices.items():
-        base, _, package = group.partition("@")
-        if option is not None and (base in groups or base == "experiment"):
-            chosen[(package or base).replace(".", "_")] = option
-    return chosen
-
-
-def run_tags(choices: Mapping[str, str]) -> list[str]:
-    """Returns a tag `group=option` for each chosen option, as on the command line; wandb allows 64 characters."""
-    return [f"{group}={option}"[:64] for group, option in sorted(choices.items())]
-
-
 class Tracker:
-    """A wandb run in `run_dir/wandb`; one at a time in a process.
+    """A wandb run in the folder `wandb` of the run's directory, or of WANDB_DIR; one at a time in a process.
+
+    The launcher of a sweep sets WANDB_DIR, so that one folder holds the runs of all jobs.
 
     Raises nothing for errors in wandb, and asks nothing on the terminal.
 
@@ -90,6 +70,7 @@ class Tracker:
             command `wandb offline` chose, otherwise online if an API key is configured, otherwise offline.
         project: None leaves the choice to wandb's own settings, as that of the team always is (WANDB_ENTITY). The group
             is the sweep's, which the sweep launcher writes to OFFLOAD_SWEEP_GROUP, or else that of WANDB_RUN_GROUP.
+        system: wandb samples the machine's load beside the run: processor, GPU, memory, disk, network.
         config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
         resume_id: the `id` of the run that this one continues.
 
@@ -105,6 +86,7 @@ class Tracker:
         project: str | None = None,
         tags: Sequence[str] = (),
         name: str | None = None,
+        system: bool = False,
         resume_id: str | None = None,
     ):
         if mode not in MODES:
@@ -112,6 +94,10 @@ class Tracker:
         _unset_empty_variables()
         self._mode = mode
         self._run_dir = run_dir
+        self._parent = Path(os.environ.get("WANDB_DIR", run_dir))
+        # Without it there is no sampling process beside the measured one.
+        self._own_settings = {"x_disable_stats": not system}
+        self._nonzero: set[str] = set()
         self.id: str | None = resume_id or secrets.token_hex(4)
         """The id of the run in wandb; None if there is no such run."""
         self._init_arguments = {
@@ -151,8 +137,12 @@ class Tracker:
             _kill_service()
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
-        """Passes `record` to wandb as the history of optimizer step `step`; returns at once."""
-        values = dict(record)
+        """Passes `record` to wandb as the history of optimizer step `step`; returns at once.
+
+        What a mode moves and waits for is there from the first step in which it is not zero.
+        """
+        self._nonzero |= {key for key, value in record.items() if value or not key.startswith(_OFTEN_ZERO)}
+        values = {key: value for key, value in record.items() if key in self._nonzero}
         self._submit(lambda run: run.log(values, step=step, commit=True))
 
     def log_files(self, pictures: Mapping[str, Path], files: Sequence[Path], step: int) -> None:
@@ -259,7 +249,7 @@ class Tracker:
             self._started.set()
 
     def _start(self) -> "wandb.Run | None":
-        wandb_dir = self._run_dir / WANDB_FOLDER
+        wandb_dir = self._parent / WANDB_FOLDER
         # The service process reads these variables from the environment.
         os.environ["WANDB_CACHE_DIR"] = str(wandb_dir / "cache")
         os.environ["WANDB_DATA_DIR"] = str(wandb_dir / "data")
@@ -270,7 +260,7 @@ class Tracker:
         if self._closed:  # the import took longer than the run waits
             return None
         chosen = {} if self._mode == "auto" else {"mode": self._mode}
-        mode = wandb.setup(wandb.Settings(**_SETTINGS, **chosen)).settings.mode
+        mode = wandb.setup(wandb.Settings(**_SETTINGS, **self._own_settings, **chosen)).settings.mode
         if mode == "disabled" or self._closed:
             return None
         run, cause, level = None, "offline as asked", logging.INFO
@@ -288,7 +278,7 @@ class Tracker:
     def _init_online(self, wandb: ModuleType) -> tuple["wandb.Run | None", str, int]:
         """Starts the run online; returns the run, or None without key or network, with a log message and its level."""
         # Folders of the run that this one continues are kept.
-        before = set((self._run_dir / WANDB_FOLDER).glob("run-*"))
+        before = set((self._parent / WANDB_FOLDER).glob("run-*"))
         try:
             if wandb.login(prompt=False, verify=False):
                 return self._init(wandb, mode="online"), "online", logging.INFO
@@ -297,7 +287,7 @@ class Tracker:
             _kill_service()
             _tear_down(exit_code=1)
             # `wandb sync` would upload the folders of this attempt as an empty run.
-            for abandoned in set((self._run_dir / WANDB_FOLDER).glob(f"run-*-{self.id}")) - before:
+            for abandoned in set((self._parent / WANDB_FOLDER).glob(f"run-*-{self.id}")) - before:
                 shutil.rmtree(abandoned, ignore_errors=True)
             return None, f"offline, because online fails ({_one_line(error)})", logging.WARNING
         asked = self._mode == "online" or "WANDB_MODE" in os.environ
@@ -305,7 +295,9 @@ class Tracker:
         return None, "offline, because no API key is set (`wandb login` sets one)", level
 
     def _init(self, wandb: ModuleType, **arguments: str) -> "wandb.Run":
-        return wandb.init(dir=self._run_dir, settings=dict(_SETTINGS), **self._init_arguments, **arguments)
+        return wandb.init(
+            dir=self._parent, settings=_SETTINGS | self._own_settings, **self._init_arguments, **arguments
+        )
 
 
 def plain(config: Any) -> Any:

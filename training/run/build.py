@@ -16,7 +16,8 @@ from offload.knobs import GIB, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
 from training.metrics.progress import phase, print_brief
-from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
+from training.metrics.run_names import chosen_options, model_name, run_label, run_name, run_tags
+from training.metrics.wandb_tracker import Tracker, plain
 from training.optim import build_schedule, warn_of_rates
 from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import memory_explained
@@ -175,17 +176,20 @@ def place_states_in_spare_vram(job: RankJob) -> None:
 
 
 def build_tracker(config: DictConfig, invocation: Invocation, hardware: dict, resume_id: str | None = None) -> Tracker:
-    """Makes the run in wandb: named model-offload-seed, tagged with the chosen options.
+    """Makes the run in wandb: named as in a comparison, tagged with the chosen options.
 
-    Its configuration has two more entries: `choices`, the options, and `machine`, which is `hardware`. `resume_id` is
+    Its configuration has three more entries: `label`, the name without the seed, which runs share that repeat each
+    other; `choices`, the options, and of the model its own name; and `machine`, which is `hardware`. `resume_id` is
     that of the run that this one continues.
     """
-    chosen = chosen_options(invocation.choices, config)
+    chosen = chosen_options(invocation.choices, config) | {"model": model_name(config, invocation)}
     return Tracker(
         **OmegaConf.to_container(config.tracking, enum_to_str=True)
-        | {"tags": [*run_tags(chosen), f"precision={config.precision}", *config.tracking.tags]},
-        name=run_name(invocation.choices, config.seed),
+        | {
+            "name": run_name(config, invocation),
+            "tags": [*run_tags(chosen), f"precision={config.precision}", *config.tracking.tags],
+        },
         run_dir=invocation.run_dir,
         resume_id=resume_id,
-        config={**plain(config), "choices": chosen, "machine": hardware},
+        config={**plain(config), "label": run_label(config, invocation), "choices": chosen, "machine": hardware},
     )

@@ -11,8 +11,8 @@ import torch
 
 from offload import Counters
 from offload.knobs import GIB, parse_bytes
+from training.metrics.run_names import run_name
 from training.metrics.step_timer import StepTimer
-from training.metrics.wandb_tracker import run_name
 from training.profiling.hardware import known_peak_flops, reset_peaks, rss_gib, vram_peak_gib, vram_reserved_gib
 from training.profiling.trace import Tracer
 from training.run.build import Job
@@ -31,7 +31,7 @@ class StepMeter:
         components = job.components
         self._job = job
         self._timer = StepTimer(job.streams)
-        title = run_name(components.invocation.choices, components.config.seed)
+        title = run_name(components.config, components.invocation)
         self._tracer = Tracer(components.config, components.invocation.run_dir, job.streams, title, job.start.step)
         self._peak_flops = known_peak_flops(components.device, components.dtype)
         self.units = job.start.units

@@ -38,6 +38,8 @@ class SweepJob:
         sent: the signals that the sweep sent it while it ran.
         queued: a scheduler has it, so it runs whether the sweep's process does or not.
         refused: its directory has the results of an earlier run, which it left as they were.
+        log: gets what its process prints, behind what is there; None: this process's own streams do.
+        environment: variables that its process has besides.
     """
 
     number: int
@@ -51,6 +53,8 @@ class SweepJob:
     queued: bool = False
     timed_out: bool = False
     refused: bool = False
+    log: Path | None = None
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def outcome(self) -> tuple[str, str]:
@@ -80,7 +84,9 @@ class SweepJob:
         try:
             # In a process group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once,
             # and the processes that the job started can be ended with it. It cannot read from the terminal.
-            process = subprocess.Popen(command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, env={**environment, **self.environment}, process_group=0, stdin=subprocess.DEVNULL
+            )
         except OSError as error:
             self.exit_status = FAILED
             self.summary = {"reason": f"its process could not be started ({error.strerror})"}

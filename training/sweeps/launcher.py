@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -29,12 +30,16 @@ from omegaconf.errors import OmegaConfBaseException
 from training.checkpoints.changes import MAY_CHANGE, changed_values
 from training.config.declare import AUTO, SETTLED
 from training.errors import UserError, first_line
+from training.metrics.run_names import SWEEP_GROUP_VARIABLE, SWEEP_LABEL_VARIABLE
 from training.parallel.world import refuse_sweep
+from training.runs.bounded_files import UnreadableError, parse_yaml
 from training.runs.directory import holds_results, refuse_program_folder
+from training.runs.files import CONSOLE_FILE, WANDB_FOLDER
 from training.runs.manifest import DamagedError, read_config
 from training.runs.signals import PARENT_VARIABLE, once_per_request, signals_not_ignored
 from training.runs.starting import INTERRUPTED
 from training.sweeps.job import SweepJob, summary_in
+from training.sweeps.terminal import announce, following, print_ended, title_of
 from training.visible_text import visible
 
 # Keys that each job gets values of its own for.
@@ -101,6 +106,7 @@ class ProcessLauncher(Launcher):
                 job.exit_status, job.summary = 0, summary_in(job.directory)
             configs.append(config)
             jobs.append(job)
+        tell_apart(jobs, configs, sweep_dir)
         try:
             with signals_interrupt():
                 self._run(jobs, configs, "-".join(sweep_dir.parts[-2:]))
@@ -118,10 +124,17 @@ class ProcessLauncher(Launcher):
 
     def _run(self, jobs: Sequence[SweepJob], configs: Sequence[DictConfig], group: str) -> None:
         """Runs the jobs that have no exit status yet, whose runs in wandb are one `group`. Ctrl-C interrupts it."""
-        for job in jobs:
-            announce(job)
-            if job.exit_status is None:
+        # The reference first: what the others are compared with.
+        in_order = sorted(zip(jobs, configs, strict=True), key=lambda pair: not is_reference(pair[1]))
+        for place, (job, _) in enumerate(in_order, start=1):
+            title = title_of(job, place, len(jobs))
+            if job.exit_status is not None:
+                announce(title, job)
+                continue
+            job.log, begin_s = job.directory / CONSOLE_FILE, time.monotonic()
+            with following(title, job.log):
                 job.run(self._command(job), job_environment(group))
+            print_ended(title, job, time.monotonic() - begin_s)
 
     def _job_config(self, number: int, overrides: Sequence[str]) -> DictConfig:
         config = self._hydra_context.config_loader.load_sweep_config(self._config, list(overrides))
@@ -155,6 +168,11 @@ class ProcessLauncher(Launcher):
         ]
 
 
+def is_reference(config: DictConfig) -> bool:
+    """Tells whether the configuration of a job has no offload mode."""
+    return config.hydra.runtime.choices.get("offload") == "none"
+
+
 def is_finished(job: SweepJob, config: DictConfig) -> bool:
     """Tells whether an earlier sweep ran `job`, whose configuration is `config`, to its end.
 
@@ -186,9 +204,28 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def job_environment(group: str) -> dict[str, str]:
     """Returns the environment of a job that this process starts; `group` is that of its sweep in wandb."""
-    from training.metrics.wandb_tracker import SWEEP_GROUP_VARIABLE
-
     return os.environ | {SWEEP_GROUP_VARIABLE: group, PARENT_VARIABLE: str(os.getpid())}
+
+
+def tell_apart(jobs: Sequence[SweepJob], configs: Sequence[DictConfig], sweep_dir: Path) -> None:
+    """Gives each job the name of its row in the comparison, and one folder for the files that wandb has of all jobs."""
+    from training.comparison.rows import build_rows
+    from training.comparison.runs import Run
+
+    runs = []
+    for job, config in zip(jobs, configs, strict=True):
+        choices = {key: str(value) for key, value in config.hydra.runtime.choices.items() if value is not None}
+        try:
+            values = parse_yaml(OmegaConf.to_yaml(_task_config(config), resolve=True))
+        except (OmegaConfBaseException, UnreadableError):
+            # The job refuses it.
+            values = {}
+        runs.append(Run(job.directory, "running", config=values, choices=choices))
+    labels = {id(run): row.name for row in build_rows(runs) for run in row.runs}
+    for job, run in zip(jobs, runs, strict=True):
+        job.environment = {SWEEP_LABEL_VARIABLE: labels[id(run)]}
+        if "WANDB_DIR" not in os.environ:
+            job.environment["WANDB_DIR"] = str(sweep_dir.absolute())
 
 
 def _task_config(config: DictConfig) -> DictConfig:
@@ -256,19 +293,16 @@ def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:
             print(f"job {job.number}: {': '.join(filter(None, job.outcome))}")
         again = f"python scripts/compare.py {shlex.quote(str(sweep_dir))}"
         print(f"warning: the comparison failed ({visible(first_line(error))}); try again: {again}", file=sys.stderr)
+    if any((sweep_dir / WANDB_FOLDER).glob("offline-run-*")):
+        folder = shlex.quote(str(sweep_dir / WANDB_FOLDER))
+        print(f"wandb   wandb sync {folder} uploads all runs, wandb leet {folder} shows them in the terminal")
     for job in ended:
         if job.refused:
             kept = f"{job.directory} has an earlier run, which is left as it was"
             print(f"job {job.number}: {': '.join(filter(None, job.outcome))}; {kept}")
     if not_run := [job.number for job in jobs if job.exit_status is None and not job.queued]:
-        numbers = f"{not_run[0]}{f' to {not_run[-1]}' if not_run[1:] else ''}"
-        print(f"not run, because the sweep was interrupted: {numbers}")
+        print(f"not run, because the sweep was interrupted: {', '.join(map(str, not_run))}")
     sys.stdout.flush()
-
-
-def announce(job: SweepJob) -> None:
-    finished = "" if job.exit_status is None else "\nfinished earlier, and not run again"
-    print(f"\njob {job.number}: {visible(' '.join(filter_overrides(job.overrides)))}{finished}", flush=True)
 
 
 def _quote(path: str | Path) -> str:

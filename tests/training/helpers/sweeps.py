@@ -61,6 +61,8 @@ def main(config):
             "started": subprocess.Popen(["sleep", "600"]).pid if config.act == "sleep" else None,
             "parent": os.getppid(),
             "group": os.environ["OFFLOAD_SWEEP_GROUP"],
+            "label": os.environ["OFFLOAD_SWEEP_LABEL"],
+            "wandb_dir": os.environ["WANDB_DIR"],
             "number": job.job.num,
             "kind": job.runtime.choices.kind,
             "note": config.note,

@@ -21,7 +21,7 @@ from tests.training.helpers.wandb_files import records_of, summary_of, wandb_run
 from training.errors import UserError
 from training.metric_names import COUNTS, METRIC_KEYS
 from training.metrics import wandb_tracker
-from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
+from training.metrics.wandb_tracker import Tracker, plain
 from training.runs.records import MetricsWriter, read_metrics
 
 FAKE_KEY = "0123456789" * 4
@@ -117,7 +117,7 @@ def full_record(step):
 @pytest.mark.slow
 def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, caplog, capfd):
     config = {"seed": 1, "model": {"name": "tiny", "layers": [1, 2]}, "note": None}
-    names = {"project": "offload", "name": "tiny-none-1", "tags": ["offload=none"]}
+    names = {"project": "lightering", "name": "tiny-none-1", "tags": ["offload=none"]}
     tracker = Tracker("auto", run_dir=run_dir, config=config, **names)
     writer = MetricsWriter(run_dir)
     for step in (10, 20, 30):
@@ -144,6 +144,32 @@ def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, cap
     assert list((tmp_path / "home").iterdir()) == []  # nothing written outside the run's directory
 
 
+def test_what_is_zero_in_every_step_is_not_logged(tmp_path, monkeypatch):
+    logged = []
+    run = SimpleNamespace(log=lambda values, **_: logged.append([*values]))
+    monkeypatch.setattr(Tracker, "_submit", lambda self, task: task(run))
+    tracker = Tracker("disabled", run_dir=tmp_path, config={})
+    for rss in (0.0, 2.0, 0.0):
+        tracker.log({"transfer/h2d_gib": 0.0, "train/lr": 0.0, "memory/rss_gib": rss}, 1)
+    assert logged == [["train/lr"], *2 * [["train/lr", "memory/rss_gib"]]]
+
+
+@pytest.mark.parametrize("system", [False, True])
+def test_the_load_of_the_machine_is_sampled_where_asked(run_dir, monkeypatch, system):
+    given = {}
+    monkeypatch.setattr("wandb.init", lambda **arguments: given.update(arguments["settings"]))
+    Tracker("offline", run_dir=run_dir, config={}, system=system).finish({})
+    assert given["x_disable_stats"] is not system
+
+
+def test_runs_whose_folder_is_that_of_a_sweep_are_all_synced_from_there(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "a sweep"))
+    for _ in range(2):
+        Tracker("offline", run_dir=run_dir, config={}).finish({})
+    command = [sys.executable, "-m", "wandb", "sync", "--dry-run", str(tmp_path / "a sweep" / "wandb")]
+    assert b"Would sync 2 run(s)" in subprocess.run(command, capture_output=True, timeout=300).stderr
+
+
 def test_an_empty_variable_counts_as_one_that_is_not_set(run_dir, monkeypatch, caplog):
     for name in ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_RUN_ID", "WANDB_CONSOLE", "WANDB_TAGS", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "")
@@ -159,16 +185,11 @@ def test_the_closing_summary_replaces_last_values_and_a_failure_is_marked(run_di
     tracker.finish({"perf/step_ms": 20.0, "train/first_loss": 3.0, "status": "failed"}, exit_code=1)
     tracker.finish({"perf/step_ms": 0.0})  # a second finish does nothing
     tracker.log({"perf/step_ms": 0.0}, 2)
-
     (wandb_run,) = wandb_runs(run_dir)
     summary = summary_of(wandb_run)
     assert without_internals(summary["summary"]) == {
-        "train/step": 1,
-        "perf/step_ms": 20.0,
-        "train/loss": 3.0,
-        "train/first_loss": 3.0,
-        "status": "failed",
-    }
+        "train/step": 1, "perf/step_ms": 20.0, "train/loss": 3.0, "train/first_loss": 3.0, "status": "failed"
+    }  # fmt: skip
     assert summary["exit_code"] == 1
 
 
@@ -346,31 +367,10 @@ def test_config_becomes_plain_and_resolved(tmp_path):
     node = OmegaConf.create({"seed": 3, "nested": {"twice": "${seed}", "list": [1, "${seed}"]}})
     config = plain({"job": node, "path": tmp_path, "pair": (1, 2.5), "on": True, "none": None, 4: Precision.BF16})
     assert config == {
-        "job": {"seed": 3, "nested": {"twice": 3, "list": [1, 3]}},
-        "path": str(tmp_path),
-        "pair": [1, 2.5],
-        "on": True,
-        "none": None,
-        "4": "Precision.BF16",
-    }
-    assert type(config["job"]["nested"]) is dict
-
-
-def test_choices_are_those_of_the_run_and_have_plain_names():
-    choices = {
-        "offload": "tensor_swap", "offload@offload.weights": "bounce_linear", "model": "tiny", "experiment": None,
-        "hydra/launcher": "process", "hydra": "default",
+        "job": {"seed": 3, "nested": {"twice": 3, "list": [1, 3]}}, "path": str(tmp_path), "pair": [1, 2.5],
+        "on": True, "none": None, "4": "Precision.BF16",
     }  # fmt: skip
-    expected = {"offload": "tensor_swap", "offload_weights": "bounce_linear", "model": "tiny"}
-    assert chosen_options(choices, ["offload", "model", "seed"]) == expected
-    assert chosen_options(choices | {"experiment": "mine"}, ["offload"])["experiment"] == "mine"
-
-
-def test_name_and_tags_come_from_the_chosen_options():
-    choices = {"offload": "bounce_linear", "model": "llama7b", "optimizer": "adamw"}
-    assert run_name(choices, seed=2) == "llama7b-bounce_linear-2"
-    assert run_tags(choices) == ["model=llama7b", "offload=bounce_linear", "optimizer=adamw"]
-    assert len(run_tags({"experiment": "x" * 100})[0]) == 64
+    assert type(config["job"]["nested"]) is dict
 
 
 def test_samples_are_rows_of_one_incremental_table(tmp_path, monkeypatch):

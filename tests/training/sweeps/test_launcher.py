@@ -56,6 +56,8 @@ def test_every_job_has_a_fresh_process_and_is_the_same_command_as_the_sweep(swee
     assert len({job["pid"] for job in jobs} | {sweep.pid}) == 7
     assert {job["parent"] for job in jobs} == {sweep.pid}
     assert {job["group"] for job in jobs} == {"2031-01-02, it's-03-04-05"}
+    assert [job["label"] for job in jobs[1:5]] == ["act=raise", "act=kill", "act=refuse", "act=exit"]
+    assert {job["wandb_dir"] for job in jobs} == {str(sweep.directory)}
     assert not any(job["torch"] for job in jobs)
     for number, job in enumerate(jobs):
         assert (job["number"], job["kind"], job["note"]) == (number, "special", "[a, b]")
