@@ -16,6 +16,8 @@ Settings = dict[str, Any]
 REPEATS = ("seed", "tracking", "resume", "force")
 # Keys in which a run may differ from its reference, besides the mode.
 INCIDENTAL = ("log_every", "eval.every", "sample", "trace", "checkpoint", "vram_budget", "host_budget")
+# Keys that follow the number of devices.
+OF_DEVICES = ("devices", "microbatches", "parallel")
 # Keys of the update rule of AdamW; its other keys are of where and how it computes, and leave the rule the same.
 UPDATE_RULE = tuple(f"optimizer.{key}" for key in ("lr", "betas", "eps", "weight_decay", "decay_norms_and_biases"))
 # Values of keys that switch something off, as they stand in a run's configuration.
@@ -41,17 +43,27 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
 
     The reference is a resident run with the same settings except for the mode. A mode that recomputes blocks by itself
     is compared with a resident run that recomputes, if there is one. If no resident run has the same optimizer, one
-    with the same update rule on the device is taken.
+    with the same update rule on the device is taken. A resident run on several devices is compared with the one on the
+    fewest, as is a run without a resident run on as many devices.
     """
     recompute = ("recompute",) if _recomputes_itself(values) else ()
     left_out = ("offload", *INCIDENTAL, *recompute)
+    found = _alike(values, candidates, left_out)
+    if not found or _mode(values) == "Resident":
+        order = [(_devices(own), own.get("microbatches") != values.get("microbatches")) for own in candidates]
+        on_fewer = [i for i in _alike(values, candidates, (*left_out, *OF_DEVICES)) if order[i][0] < _devices(values)]
+        found = sorted(on_fewer, key=order.__getitem__) or found
+    return next((i for i in found if recompute and _recomputes(candidates[i])), next(iter(found), None))
+
+
+def _alike(values: Settings, candidates: Sequence[Settings], left_out: Sequence[str]) -> list[int]:
+    """Returns the resident candidates that equal `values` but for `left_out`, and for the optimizer if none do."""
     wanted = _without(values, left_out)
     others = {i: _without(other, left_out) for i, other in enumerate(candidates) if _mode(other) == "Resident"}
     for comparable in (lambda own: own, _by_update_rule):
-        matches = [i for i, other in others.items() if comparable(other) == comparable(wanted)]
-        if matches:
-            return next((i for i in matches if recompute and _recomputes(candidates[i])), matches[0])
-    return None
+        if matches := [i for i, other in others.items() if comparable(other) == comparable(wanted)]:
+            return matches
+    return []
 
 
 def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
@@ -123,6 +135,11 @@ def _by_update_rule(values: Settings) -> Settings:
 
 def _mode(values: Settings) -> str:
     return str(values.get("offload._target_") or "").rpartition(".")[2]
+
+
+def _devices(values: Settings) -> int:
+    count = str(values.get("devices"))
+    return int(count) if count.isdecimal() and len(count) < 7 else 1
 
 
 def _recomputes(values: Settings) -> bool:

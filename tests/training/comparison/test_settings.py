@@ -117,6 +117,23 @@ def test_the_reference_has_the_same_settings_except_for_the_mode(write_run):
     assert (alone.ratio, alone.floor_ratio, alone.curve) == (None, None, None)
 
 
+def test_resident_runs_on_several_devices_are_compared_with_the_one_on_the_fewest(write_run):
+    for devices, step_ms in ((2, 60.0), (1, 100.0), (4, 30.0)):
+        write_run("none", step_ms=step_ms, top={"devices": devices, "microbatches": 8 // devices})
+    write_run("none", step_ms=90.0, top={"devices": 1, "microbatches": 2})
+    write_run("layer_stream", step_ms=120.0, top={"devices": 2, "microbatches": 4})
+    write_run("layer_stream", step_ms=50.0, top={"devices": 8, "microbatches": 1})
+    found = {(row.devices, row.runs[0].config["microbatches"], row.name[:4]): row for row in write_run.rows()}
+    assert {key: row.ratio for key, row in found.items()} == {
+        (2, "4", "none"): 0.6,
+        (1, "8", "none"): 1.0,
+        (4, "2", "none"): pytest.approx(1 / 3),
+        (1, "2", "none"): 1.0,
+        (2, "4", "laye"): 2.0,
+        (8, "1", "laye"): 0.5,
+    }
+
+
 @pytest.mark.parametrize(("recompute", "ratio"), [(("none", "block"), 2.0), (("none",), 3.0)])
 @pytest.mark.parametrize("asked", ["none", "block"])
 def test_a_mode_that_recomputes_by_itself_has_a_reference_that_recomputes_if_there_is_one(
