@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +26,28 @@ def encoded(vae: nn.Module, pixels: Tensor, noise: Sequence[int]) -> Tensor:
     """
     # Of autoencoders of videos a picture is one frame.
     picture = pixels[None, :, None] if len(noise) == 4 and pixels.ndim == 3 else pixels[None]
-    with torch.no_grad():
-        found = vae.encode(picture.to(vae.dtype))
-    if hasattr(found, "latent_dist"):
-        mean, std = found.latent_dist.mean, found.latent_dist.std
-    else:
-        mean, std = found.latent, torch.zeros_like(found.latent)
+    mean, std = _mean_and_std(vae, picture)
     shift, scale = normalisation(vae, mean.ndim)
     both = torch.cat([(mean.float() - shift) * scale, std.float() * scale])
     if [size for size in both.shape[1:] if size > 1] != [size for size in noise if size > 1]:
         name = type(vae).__name__
         raise NotTrainableError(f"{name} makes latents {list(both.shape[1:])}, and the network takes {list(noise)}")
     return both.reshape(2, *noise)
+
+
+def decoding(vae: nn.Module, size: tuple[int, int]) -> Callable[[], object]:
+    """Returns a function that decodes latents of one picture of `size`, (height, width), on the device of the VAE."""
+    frames = [1] if any(parameter.ndim == 5 for parameter in vae.parameters()) else []
+    latents, _ = _mean_and_std(vae, torch.empty(1, 3, *frames, *size, device=vae.device))
+    return lambda: vae.decode(latents)
+
+
+@torch.no_grad()
+def _mean_and_std(vae: nn.Module, picture: Tensor) -> tuple[Tensor, Tensor]:
+    found = vae.encode(picture.to(vae.dtype))
+    if hasattr(found, "latent_dist"):
+        return found.latent_dist.mean, found.latent_dist.std
+    return found.latent, torch.zeros_like(found.latent)
 
 
 def normalisation(vae: nn.Module, ndim: int) -> tuple[Any, Any]:

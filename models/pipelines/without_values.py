@@ -31,14 +31,18 @@ PARTS = ("text_encoder", "vae")
 TOKENS = 97
 
 
-def parts_without_values(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module | None]:
+def parts_without_values(
+    folder: Path, dtype: torch.dtype, prefixes: tuple[str, ...] = PARTS
+) -> dict[str, nn.Module | None]:
     """Returns the text encoders and the VAE of a pipeline by name, on the meta device, as loaded in `dtype`.
+
+    Of these only the ones whose names begin with one of `prefixes`.
 
     Raises errors of any type for parts that cannot be made.
     """
     index, parts = read_object(folder / INDEX, "download the pipeline again"), {}
     with without_remarks():
-        for name in (name for name in index if name.startswith(PARTS) and index[name][0] is not None):
+        for name in (name for name in index if name.startswith(prefixes) and index[name][0] is not None):
             library, kind = index[name]
             made = getattr(importlib.import_module(library), kind)
             if library == "diffusers":

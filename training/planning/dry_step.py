@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from models.pipelines.model import PipelineModel
 from offload.planning import (
     Bandwidth,
     DryRun,
@@ -33,6 +34,7 @@ from training.config.construct import keys_under
 from training.errors import UserError, first_line
 from training.evaluation.held_out import evaluating
 from training.parallel.world import ranks_of_host
+from training.planning.encoding import decoding_bytes
 from training.planning.machine import Machine
 from training.settle.components import Components
 from training.tasks.dpo import answer_log_probs
@@ -162,6 +164,9 @@ def sample_bytes(components: Components, has_gpu: bool) -> int:
     """Returns the bytes that a sample takes on the device besides weights and slots; 0 if the run makes none."""
     if components.config.sample.every is None:
         return 0
+    if isinstance(components.model, PipelineModel):
+        # The network predicts for one picture, without gradients: what decodes it takes more.
+        return decoding_bytes(components, has_gpu)
     return peak_of(components, components.task.sample_forwards(components.config, components.model), has_gpu)
 
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from models.pipelines.calls import NetworkCall
-from models.pipelines.latents import encoded
+from models.pipelines.latents import decoding, encoded
 from models.pipelines.opening import encoders_of, open_pipeline
 from models.pipelines.recording import CPU, Asked, Recorder
 from models.pipelines.videos import check_frames
@@ -26,7 +26,7 @@ from models.pipelines.without_values import EncoderForward, answering, parts_wit
 from models.quiet_imports import without_remarks
 from offload import Mode, Resident
 from offload.knobs import GIB, format_bytes
-from offload.planning import dry_run_forwards
+from offload.planning import Bandwidth, SimulatedStreams, dry_run_forwards
 from training.config.construct import make_mode
 from training.config.modes import weights_node
 from training.data.captioned.dataset import Captioned, Missing
@@ -37,6 +37,8 @@ from training.settle.components import Components
 from training.tasks.pipeline_samples import sample_size
 
 TEXTS, VAE = "text encoders", "VAE"
+# Among the parts of a pipeline.
+VAE_PART = "vae"
 # Mean and standard deviation of each latent, in float32.
 LATENT_BYTES = 8
 
@@ -143,6 +145,19 @@ def planned_encoding(
     plan, calls = found
     with dataset.encoded.planned(calls):
         yield plan
+
+
+def decoding_bytes(components: Components, has_gpu: bool) -> int:
+    """Returns the bytes of the VAE and its activations while it decodes a sample; 0 where it needs values to run."""
+    try:
+        parts = parts_without_values(components.model.folder, components.dtype, (VAE_PART,))
+        vae, size = parts[VAE_PART], sample_size(components.config)
+        timed = SimulatedStreams(torch.device("meta"), Bandwidth(1, 1, 1), 1.0)
+        run = dry_run_forwards(Resident(), vae, [decoding(vae, size)], timed=timed, on_gpu=has_gpu)
+    except Exception as error:  # a part may fail in any way on tensors without values, and yet run on real ones
+        logger.debug("no plan of a sample's decoding", exc_info=error)
+        return 0
+    return run.peak_bytes + sum(tensor.nbytes for tensor in (*vae.parameters(), *vae.buffers()))
 
 
 def opened(components: Components, **options: Any) -> Any:

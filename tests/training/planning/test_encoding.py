@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.pipelines.latents import encoded
+from models.pipelines.latents import decoding, encoded
 from models.pipelines.opening import encoders_of, open_pipeline
 from models.pipelines.recording import CPU, Asked, Recorder
 from models.pipelines.without_values import answering, parts_without_values
@@ -25,7 +25,15 @@ from tests.training.helpers.videos import draw_videos
 from training.data.building import build_dataset
 from training.errors import UserError
 from training.planning import encoding
-from training.planning.encoding import TEXTS, VAE, PlannedEncoding, _Part, encoder_mode, planned_encoding
+from training.planning.encoding import (
+    TEXTS,
+    VAE,
+    PlannedEncoding,
+    _Part,
+    decoding_bytes,
+    encoder_mode,
+    planned_encoding,
+)
 from training.planning.fit import MisfitError
 from training.planning.machine import machine_of
 from training.planning.plan import plan_only
@@ -138,6 +146,8 @@ def test_the_peak_is_that_of_encoders_with_values(name: str, pipeline_of, pictur
         real = peak(lambda: encoder(*forward.arguments, **forward.keywords))  # noqa: B023
         # A plan has masks twice.
         assert real <= plan.moving_bytes <= 1.03 * real
+    weights = sum(tensor.nbytes for tensor in (*vae.parameters(), *vae.buffers()))
+    assert decoding_bytes(components, has_gpu=False) == weights + peak(decoding(vae, SIZE))
 
 
 def test_encoders_stream_where_the_mode_can(pipeline_of, pictures: Path):
