@@ -13,6 +13,8 @@ CHOICES_FILE = "choices.yaml"
 LOCK_FILE = ".lock"
 # Hydra writes it: conf/hydra/job_logging/train.yaml has the name too.
 LOG_FILE = "train.log"
+# What a job of a sweep prints.
+CONSOLE_FILE = "console.log"
 PLAN_FILE = "plan.json"
 PLAN_PICTURE = "plan_timeline.png"
 HARDWARE_FILE = "hardware.json"

@@ -23,7 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from training.errors import UserError, first_line
 from training.sweeps.job import SweepJob
-from training.sweeps.launcher import ProcessLauncher, announce, job_environment, signals_interrupt
+from training.sweeps.launcher import ProcessLauncher, job_environment, signals_interrupt
+from training.sweeps.terminal import announce, title_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "hydra-submitit-launcher"
@@ -124,8 +125,8 @@ class ClusterLauncher(ProcessLauncher):
         submitted: list[tuple[SweepJob, Any]] = []
         # Jobs with as many GPUs are one array.
         by_gpus: dict[int | None, list[SweepJob]] = {}
-        for job, config in zip(jobs, configs, strict=True):
-            announce(job)
+        for place, (job, config) in enumerate(zip(jobs, configs, strict=True), start=1):
+            announce(title_of(job, place, jobs), job)
             if job.exit_status is None:
                 by_gpus.setdefault(self._gpus(config), []).append(job)
         try:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
 
 from training.errors import UserError
 from training.runs.directory import holds_results
@@ -84,9 +87,14 @@ class SweepJob:
         try:
             # In a process group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once,
             # and the processes that the job started can be ended with it. It cannot read from the terminal.
-            process = subprocess.Popen(
-                command, env={**environment, **self.environment}, process_group=0, stdin=subprocess.DEVNULL
-            )
+            with self._output() as output:
+                process = subprocess.Popen(
+                    command,
+                    env={**environment, **self.environment},
+                    process_group=0,
+                    stdin=subprocess.DEVNULL,
+                    **output,
+                )
         except OSError as error:
             self.exit_status = FAILED
             self.summary = {"reason": f"its process could not be started ({error.strerror})"}
@@ -100,7 +108,7 @@ class SweepJob:
                 # Printing fails if the terminal was closed, which may be the cause of the signal.
                 with suppress(OSError):
                     wait = f"waiting for job {self.number} to finish its step and save; a second signal kills it"
-                    print(wait, flush=True)
+                    tell(wait)
                 process.wait(NO_LIMIT_S)
             raise
         finally:
@@ -121,6 +129,16 @@ class SweepJob:
         if not self.refused:
             self._write_summary()
 
+    @contextmanager
+    def _output(self) -> Iterator[dict[str, BinaryIO]]:
+        """Yields the streams of the process that are not this one's, by their names in subprocess."""
+        if self.log is None:
+            yield {}
+            return
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as file:
+            yield {"stdout": file, "stderr": file}
+
     def _wait(self, process: subprocess.Popen, early_s: float) -> None:
         """Waits for the end of the process, and ends one that takes too long."""
         try:
@@ -130,7 +148,7 @@ class SweepJob:
             self.timed_out = True
             self._ask_to_end(process)
             limit = f"hydra.launcher.timeout_min={self.timeout_min:g}"
-            print(f"job {self.number}: {limit} is over: it is to save and end, within {self.grace_s:.0f} s", flush=True)
+            tell(f"job {self.number}: {limit} is over: it is to save and end, within {self.grace_s:.0f} s")
             with suppress(subprocess.TimeoutExpired):
                 process.wait(self.grace_s)
 
@@ -175,6 +193,12 @@ class SweepJob:
         with suppress(UserError, OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
             write_summary(self.directory, self.summary)
+
+
+def tell(text: str) -> None:
+    """Prints a line above one that moves on the terminal."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def summary_in(directory: Path) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class ProcessLauncher(Launcher):
         # The reference first: what the others are compared with.
         in_order = sorted(zip(jobs, configs, strict=True), key=lambda pair: not is_reference(pair[1]))
         for place, (job, _) in enumerate(in_order, start=1):
-            title = title_of(job, place, len(jobs))
+            title = title_of(job, place, jobs)
             if job.exit_status is not None:
                 announce(title, job)
                 continue

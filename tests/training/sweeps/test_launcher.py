@@ -76,7 +76,13 @@ def test_the_comparison_shows_how_each_job_ended(sweep):
     ]
     # A job that ends badly does not stop the others.
     assert sweep.summary(5)["status"] == "ok"
-    lines = [line.split() for line in sweep.stdout.splitlines()]
+    lines = sweep.stdout.splitlines()
+    log = f"log: {sweep.directory / '1' / 'console.log'}"
+    assert lines[0].startswith("job 0 (1 of 8): act=ok: ok in 00:")
+    assert lines[0].endswith(", 12.3 ms a step")
+    assert lines[1] == f"job 1 (2 of 8): act=raise: failed: ValueError: a broken [job]; {log}"
+    assert [line.split(":")[0] for line in lines[:8]] == [f"job {number} ({number + 1} of 8)" for number in range(8)]
+    lines = [line.split() for line in lines]
     assert any(line[:2] == ["act=ok", "12.3"] for line in lines)
     assert "act=raise: failed: ValueError: a broken [job]" in sweep.stdout.splitlines()
 
@@ -99,10 +105,10 @@ def test_the_results_of_an_earlier_sweep_are_kept_but_not_its_failure(sweep):
 
 
 def test_a_sweep_with_failed_jobs_ends_non_zero_and_names_them(sweep):
-    # Only a broken program shows a traceback.
-    assert sweep.stderr.count("Traceback") == 1
-    assert "error: act=refuse: take another" in sweep.stderr.splitlines()
-    assert sweep.exit_status == 1
+    logs = [(sweep.directory / str(number) / "console.log").read_text().splitlines() for number in range(8)]
+    assert "Traceback (most recent call last):" in logs[1]
+    assert "error: act=refuse: take another" in logs[3]
+    assert (sweep.stderr.count("\n"), sweep.exit_status) == (1, 1)
     assert "Error executing job" not in sweep.stderr
     line = sweep.stderr.splitlines()[-1]
     assert line.startswith("error: job 1 failed: ValueError: a broken [job]; job 2 killed: SIGKILL")
@@ -176,6 +182,16 @@ def test_the_folder_of_the_program_takes_no_sweep():
         == "error: .: the folder of this program: choose a directory of its own, hydra.sweep.dir=multirun/NAME\n"
     )
     assert set(os.listdir(ROOT)) == before
+
+
+def test_the_reference_runs_first(tmp_path: Path):
+    write_script(tmp_path)
+    (tmp_path / "settings" / "offload").mkdir()
+    for option in ("none", "other"):
+        (tmp_path / "settings" / "offload" / f"{option}.yaml").write_text("{}\n")
+    done = Sweep(start(tmp_path, "-m", "+offload=other,none", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    order = [line.partition(": ok")[0] for line in done.stdout.splitlines()[:2]]
+    assert order == ["job 1 (1 of 2): +offload=none", "job 0 (2 of 2): +offload=other"]
 
 
 def test_sweepers_get_summaries_and_exceptions():
