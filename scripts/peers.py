@@ -24,7 +24,7 @@ from training.comparison.rows import Row
 from training.comparison.table import to_markdown
 from training.config.modes import options_of
 from training.runs import console
-from training.runs.files import MEMORY_FIGURE_FILE
+from training.runs.files import MEMORY_FIGURE
 from training.sweeps.job import SweepJob, summary_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,7 +151,7 @@ def main() -> int:
         command = "python scripts/peers.py " + " ".join(sys.argv[1:])
         PAGE.write_text(with_tables(PAGE.read_text(), tables_of(sizes, command)))
         for tokens in sizes:
-            shutil.copyfile(options.out / str(tokens) / MEMORY_FIGURE_FILE, FIGURES / f"peers_{tokens}.png")
+            shutil.copyfile(options.out / str(tokens) / f"{MEMORY_FIGURE}.png", FIGURES / f"peers_{tokens}.png")
     return 1 if any(summary_in(job.directory).get("status") == "failed" for job in jobs(options)) else 0
 
 

@@ -15,12 +15,14 @@ from tests.training.comparison.conftest import RunWriter
 from tests.training.helpers.in_process import SMALL_MODEL
 from training.runs.files import (
     COMPARE_CSV_FILE,
+    COMPARE_LATEX_FILE,
     COMPARE_MARKDOWN_FILE,
     COMPARE_PAGE_FILE,
-    FIGURE_FILES,
+    FIGURES,
 )
 
-FILES = {COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, *FIGURE_FILES}
+TABLES = {COMPARE_CSV_FILE, COMPARE_LATEX_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE}
+FILES = TABLES | {f"{name}.png" for name in FIGURES}
 SMALL = (
     *SMALL_MODEL,
     "seq_len=32",
@@ -76,6 +78,20 @@ def test_directories_are_compared_again_into_another_place(sweep, tmp_path: Path
     assert process.stderr == ""
     assert {path.name for path in (tmp_path / "new" / "place").iterdir()} == FILES
     assert list(table(tmp_path / "new" / "place")) == ["none", "layer_stream"]
+
+
+def test_rows_order_and_format_for_a_paper(tmp_path: Path):
+    write_run = RunWriter(tmp_path / "runs")
+    for offload, step_ms in (("layer_stream", 200.0), ("tensor_swap", 150.0), ("none", 100.0)):
+        write_run(offload, step_ms=step_ms, memory__rss_gib=3.0, losses=None)
+    out = tmp_path / "out"
+    given = ("scripts/compare.py", tmp_path / "runs", "--out", out)
+    process = python(*given, "--format", "pdf", "--rows", "*_*", "--order", "step_ms")
+    assert process.returncode == 0, process.stderr
+    assert list(table(out)) == ["tensor_swap", "layer_stream"]
+    assert {path.name for path in out.iterdir()} == TABLES | {"compare_memory.pdf"}
+    unknown = python(*given, "--rows", "nothing")
+    assert unknown.stderr == "error: --rows nothing: no such row; choose of: none, layer_stream, tensor_swap\n"
 
 
 def test_no_run_is_one_line(tmp_path: Path):

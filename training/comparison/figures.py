@@ -9,22 +9,21 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import matplotlib
 import numpy
-from adjustText import adjust_text
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import Bbox
 
+from training.comparison.findings import loss_finding, memory_finding, time_finding, waits
+from training.comparison.labels import ARROW, place_labels
 from training.comparison.losses import losses
 from training.comparison.rows import Row, mean, pareto_front, split_by_seed
-from training.runs.files import LOSS_FIGURE_FILE, MEMORY_FIGURE_FILE, TIME_FIGURE_FILE
+from training.runs.files import LOSS_FIGURE, MEMORY_FIGURE, TIME_FIGURE
 from training.visible_text import shortened, visible
 
 BLUE, ORANGE, GREEN, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#8C8C8C", "#262626"
@@ -34,6 +33,8 @@ DASHES = ("-", "--", ":", "-.")
 WIDTH_IN, DPI = 8.0, 200
 # A y axis is logarithmic if its largest value is more than this many times its smallest: else points would overlap.
 LOGARITHMIC_FROM = 4.0
+# Of the largest value, what an axis spans at least.
+LEAST_RANGE = 0.1
 LABEL_SIZE = 8.5
 # Inches from one line of a label to the next.
 LINE_IN = 0.17
@@ -55,27 +56,26 @@ STYLE = {
     "axes.axisbelow": True,
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.7,
+    # Fonts that publishers take, and the same identifiers on every call.
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "compare",
     # A name with two dollar signs is not a formula.
     "text.parse_math": False,
     "axes.prop_cycle": cycler(color=LINES),
 }
-# Names beside points; more would cover each other, and take minutes to place.
+# Names beside points; more would cover each other.
 MOST_NAMED = 40
 # Half the width of a point with some space around it, in pixels.
 MARKER = 12.0
-# Pixels between two points of a line that labels avoid; shorter than any label is high.
-SPACING = 18.0
-# How adjustText moves labels. Of 80 random comparisons of 2 to 10 runs, in which a quarter of the points nearly
-# coincided, 7 had a label over a point or another label; with the library's defaults 30 had.
-# A limit in iterations, unlike one in seconds, gives the same figure on every machine.
-FORCES = {"force_text": (0.6, 0.8), "max_move": 30, "prevent_crossings": False, "iter_lim": 500}
 PARTS = (("compute", BLUE), ("waiting for copies (stall)", ORANGE), ("waiting for the optimizer", GREEN))
+# What a file of each format has that differs from call to call.
+UNSTABLE = {"png": "Software", "pdf": "CreationDate", "svg": "Date"}
 # Names of equal runs that the legend lists; it counts further ones.
 NAMED = 3
 
 
-def render_figures(rows: Sequence[Row]) -> dict[str, bytes]:
-    """Returns the PNG of each figure by its file's name; a figure that no row has anything to show in is left out."""
+def render_figures(rows: Sequence[Row], kind: str = "png") -> dict[str, bytes]:
+    """Returns each figure that rows have something to show in, as a file of the format `kind`, by the file's name."""
     timed = [row for row in rows if row.finished and row.mean("perf/step_ms")]
     # Beside runs on a GPU, a run on the CPU would seem to need no memory.
     with_memory = [row for row in timed if row.mean(memory_key(timed))]
@@ -83,12 +83,12 @@ def render_figures(rows: Sequence[Row]) -> dict[str, bytes]:
     with_waits = [row for row in timed if "transfer/stall_ms" in row.statistics]
     with_losses = [row for row in rows if any(losses(run.records) for run in row.measured)]
     figures: tuple[tuple[str, Callable[[Sequence[Row]], Figure], Sequence[Row]], ...] = (
-        (MEMORY_FIGURE_FILE, memory_figure, with_memory),
-        (TIME_FIGURE_FILE, time_figure, with_waits),
-        (LOSS_FIGURE_FILE, loss_figure, with_losses),
+        (MEMORY_FIGURE, memory_figure, with_memory),
+        (TIME_FIGURE, time_figure, with_waits),
+        (LOSS_FIGURE, loss_figure, with_losses),
     )
     with style():
-        return {file: png(draw(shown)) for file, draw, shown in figures if shown}
+        return {f"{name}.{kind}": content(draw(shown), kind) for name, draw, shown in figures if shown}
 
 
 def memory_figure(rows: Sequence[Row]) -> Figure:
@@ -101,25 +101,39 @@ def memory_figure(rows: Sequence[Row]) -> Figure:
     whole = [i for i, row in enumerate(rows) if not row.misfits and not row.forward_only]
     front = [whole[i] for i in pareto_front([tuple(points[i]) for i in whole])]
     figure, axes = canvas(5.2)
-    axes.plot(*points[front].T, linewidth=1.5, zorder=2)
+    axes.plot(
+        *points[front].T,
+        linewidth=1.5,
+        zorder=2,
+        label="Pareto front: no run beats these in both" if front[1:] else None,
+    )
     spreads = [row.statistics["perf/step_ms"].spread for row in rows]
     for i, (point, spread) in enumerate(zip(points, spreads, strict=True)):
         colour, fill = (BLUE, BLUE) if i in front else (GREY, "white")
         axes.errorbar(*point, yerr=spread, color=colour, linewidth=1, capsize=2.5, zorder=2)
         axes.plot(*point, "o", markersize=7, color=colour, markerfacecolor=fill, markeredgewidth=1.5, zorder=3)
     axes.margins(x=0.2, y=0.2)
-    axes.set_xlim(left=max(axes.get_xlim()[0], 0.0))
+    axes.set_xlim(widened(axes.get_xlim(), points[:, 0]))
     scale_for_range(axes, points[:, 1])
     planned = "planned " if all(row.planned for row in rows) else ""
     on_gpu = key == "memory/vram_peak_gib"
     axes.set_xlabel(planned + ("peak GPU memory (GiB)" if on_gpu else "memory of the process, RSS (GiB): no GPU"))
     axes.set_ylabel(f"{planned}step time (ms)")
-    axes.set_title(f"{planned}step time against memory: no run beats those on the line in both".capitalize())
+    finding = memory_finding([rows[i] for i in front], key)
+    axes.set_title(titled(f"Planned: {finding}" if planned else finding))
+    if front[1:]:
+        figure.legend(loc="outside lower left", frameon=False)
     # The layout is kept from here on, so that positions in pixels stay valid.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-    obstacles = [_box(axes, point, spread or 0.0) for point, spread in zip(points, spreads, strict=True)]
-    _add_labels(axes, rows, points, front, obstacles)
+    named = sorted([*front, *sorted(set(range(len(rows))) - set(front))][:MOST_NAMED])
+    look = {"fontsize": LABEL_SIZE, "path_effects": [withStroke(linewidth=2, foreground="white")], "arrowprops": ARROW}
+    texts = [
+        axes.annotate(in_lines(_name(rows[i])), points[i], points[i], color=BLUE if i in front else INK, **look)
+        for i in named
+    ]
+    boxes = [_box(axes, point, spread or 0.0) for point, spread in zip(points, spreads, strict=True)]
+    place_labels(axes, texts, boxes, points[front])
     return figure
 
 
@@ -134,7 +148,7 @@ def time_figure(rows: Sequence[Row]) -> Figure:
     names = [in_lines(row.name, 36) for row in rows]
     lengths = [in_lines(_length(row), 22) for row in rows]
     figure, axes = canvas(1.2 + len(rows) * (0.2 + LINE_IN * max(text.count("\n") + 1 for text in names + lengths)))
-    splits = numpy.array([split(row) for row in rows])
+    splits = numpy.array([waits(row) for row in rows])
     for part, (name, colour) in enumerate(PARTS):
         start = splits[:, :part].sum(1)
         bars = axes.barh(range(len(rows)), splits[:, part], left=start, color=colour, height=0.66, label=name)
@@ -149,7 +163,7 @@ def time_figure(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("time of one step (ms)")
     figure.legend(
         *axes.get_legend_handles_labels(),
-        title="Where the time of a step goes",
+        title=titled(time_finding(rows)),
         title_fontproperties={"size": 11, "weight": "bold"},
         alignment="left",
         loc="outside upper left",
@@ -157,14 +171,6 @@ def time_figure(rows: Sequence[Row]) -> Figure:
         frameon=False,
     )
     return figure
-
-
-def split(row: Row) -> tuple[float, float, float]:
-    """Returns the ms of a step spent on compute, on waiting for copies and on waiting for the optimizer."""
-    step = row.mean("perf/step_ms")
-    stall = min(row.mean("transfer/stall_ms") or 0.0, step)
-    wait = min(row.mean("optimizer/wait_ms") or 0.0, step - stall)
-    return step - stall - wait, stall, wait
 
 
 @dataclass(frozen=True)
@@ -220,9 +226,12 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01, y=0.06)
     axes.set_xlabel("step")
-    axes.set_ylabel("training loss")
+    finite = [value for curve in curves for value in curve.mean if math.isfinite(value)]
+    if finite:
+        axes.set_ylim(widened(axes.get_ylim(), finite))
     seeds = max(len(split_by_seed(row.measured)) for row in rows)
-    axes.set_title("Training loss" + (", mean and range of the seeds" if seeds > 1 else ""))
+    axes.set_ylabel("training loss" + (", mean and range of the seeds" if seeds > 1 else ""))
+    axes.set_title(titled(loss_finding(rows)))
     last = [curve.end[1] if curve.end else math.inf for curve in curves]
     ordered = [lines[i] for i in sorted(range(len(curves)), key=lambda i: -last[i])]
     figure.legend(handles=ordered, loc="outside right upper", fontsize=LABEL_SIZE, labelspacing=0.4, frameon=False)
@@ -251,11 +260,16 @@ def canvas(height_in: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def png(figure: Figure) -> bytes:
-    """Returns the figure as the bytes of a PNG file, the same on every call."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": None})
-    return content.getvalue()
+def content(figure: Figure, kind: str) -> bytes:
+    """Returns the figure as the bytes of a PNG, PDF or SVG file, the same on every call."""
+    file = io.BytesIO()
+    figure.savefig(file, format=kind, metadata={UNSTABLE[kind]: None})
+    return file.getvalue()
+
+
+def titled(finding: str) -> str:
+    """Breaks a finding into lines that are as wide as a figure."""
+    return in_lines(finding, 72)
 
 
 def in_lines(text: str, characters: int = 26) -> str:
@@ -267,7 +281,9 @@ def in_lines(text: str, characters: int = 26) -> str:
 def scale_for_range(axes: Axes, values: Sequence[float]) -> None:
     """Makes the y axis logarithmic, with plain numbers at its ticks, if `values` are far apart."""
     if max(values) <= LOGARITHMIC_FROM * min(values):
-        axes.set_ylim(bottom=0 if min(values) < 0.5 * max(values) else None)
+        axes.set_ylim(widened(axes.get_ylim(), values))
+        if min(values) < 0.5 * max(values):
+            axes.set_ylim(bottom=0)
         return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -275,25 +291,11 @@ def scale_for_range(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _add_labels(
-    axes: Axes, rows: Sequence[Row], points: numpy.ndarray, front: Sequence[int], obstacles: Sequence[Bbox]
-) -> None:
-    """Writes names beside points, of many rows those on the front first, clear of `obstacles` if there is room."""
-    named = sorted([*front, *sorted(set(range(len(rows))) - set(front))][:MOST_NAMED])
-    look = {"ha": "center", "va": "center", "fontsize": LABEL_SIZE, "zorder": 4}
-    look["path_effects"] = [withStroke(linewidth=2, foreground="white")]
-    texts = [axes.text(*points[i], in_lines(_name(rows[i])), color=BLUE if i in front else INK, **look) for i in named]
-    adjust_text(
-        texts,
-        *_along(axes, points[front]).T,
-        objects=obstacles,
-        target_x=points[named, 0],
-        target_y=points[named, 1],
-        avoid_self=False,
-        ax=axes,
-        arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.6, "zorder": 2.5, "shrinkB": 3},
-        **FORCES,
-    )
+def widened(limits: tuple[float, float], values: Sequence[float]) -> tuple[float, float]:
+    """Returns limits of an axis that are LEAST_RANGE of the largest value apart: a small difference looks small."""
+    low, high = limits
+    more = max(LEAST_RANGE * max(values) - (high - low), 0.0) / 2
+    return max(low - more, 0.0), high + more
 
 
 def _name(row: Row) -> str:
@@ -302,20 +304,12 @@ def _name(row: Row) -> str:
     return f"{row.name}: does not fit the {row.misfits}" if row.misfits else row.name
 
 
-def _box(axes: Axes, point: numpy.ndarray, spread: float) -> Bbox:
-    """Returns the box around a point and its bar, in the units of the data."""
+def _box(axes: Axes, point: numpy.ndarray, spread: float) -> numpy.ndarray:
+    """Returns the box around a point and its bar, in pixels: x0, y0, x1, y1."""
     # A bar may reach below a logarithmic axis.
     ends = [(point[0], max(point[1] - spread, axes.get_ylim()[0])), (point[0], point[1] + spread)]
     low, high = axes.transData.transform(ends)
-    return Bbox(axes.transData.inverted().transform([low - MARKER, high + MARKER]))
-
-
-def _along(axes: Axes, corners: numpy.ndarray) -> numpy.ndarray:
-    """Returns points along the line through `corners`, at most SPACING pixels apart, in the units of the data."""
-    pixels = axes.transData.transform(corners)
-    counts = [2 + int(numpy.hypot(*(end - start)) / SPACING) for start, end in pairwise(pixels)]
-    pieces = [numpy.linspace(*ends, count) for ends, count in zip(pairwise(pixels), counts, strict=True)]
-    return axes.transData.inverted().transform(numpy.concatenate([pixels[:1], *pieces]))
+    return numpy.array([*(low - MARKER), *(high + MARKER)])
 
 
 def _length(row: Row) -> str:

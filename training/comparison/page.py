@@ -8,14 +8,14 @@ from html import escape as html_escape
 
 from training.comparison.rows import EQUAL, REFERENCE, Row
 from training.comparison.table import MISSING, NOTE, WORDS, cells, explanations
-from training.runs.files import LOSS_FIGURE_FILE, MEMORY_FIGURE_FILE, TIME_FIGURE_FILE
+from training.runs.files import LOSS_FIGURE, MEMORY_FIGURE, TIME_FIGURE
 from training.visible_text import visible
 
 CAPTIONS = {
-    MEMORY_FIGURE_FILE: "Step time against peak memory. The line joins the runs that no other beats in both, without"
+    MEMORY_FIGURE: "Step time against peak memory. The Pareto front joins the runs that no other beats in both, without"
     " plans that do not fit.",
-    TIME_FIGURE_FILE: "The time of a step: compute, waiting for copies, waiting for the optimizer.",
-    LOSS_FIGURE_FILE: "Training loss. Runs whose losses are equal in every bit share a line.",
+    TIME_FIGURE: "The time of a step: compute, waiting for copies, waiting for the optimizer.",
+    LOSS_FIGURE: "Training loss. Runs whose losses are equal in every bit share a line.",
 }
 # The statuses of runs with which nothing is wrong.
 FINE = ("ok", "stopped", "planned", "running")
@@ -36,6 +36,8 @@ th { border-bottom: 2px solid #d1d9e0; vertical-align: bottom; white-space: norm
 .bad { color: #cf222e; font-weight: 600; }
 figure { margin: 2rem 0; }
 figure img { display: block; width: 100%; max-width: 800px; height: auto; }
+/* On a phone the figures come before the table. */
+@media (max-width: 700px) { main { display: flex; flex-direction: column; } .table { order: 1; } }
 """
 
 
@@ -61,6 +63,8 @@ def to_html(rows: Sequence[Row], figures: dict[str, bytes], title: str, common: 
 <h1>{escape(title)}</h1>
 <p>{escape(origins(rows))}</p>
 <p>{escape(f"The same in all runs: {common}" if common else "")}</p>
+<main>
+<div class="table">
 <div class="wide">
 <table>
 <thead><tr><th{_class("run")}>run</th>{head}</tr></thead>
@@ -71,7 +75,11 @@ def to_html(rows: Sequence[Row], figures: dict[str, bytes], title: str, common: 
 </div>
 <ul>{reasons}</ul>
 <p>{escape(NOTE)}</p>
-{newline.join(_figure(png, CAPTIONS[file]) for file, png in figures.items())}
+</div>
+<div>
+{newline.join(_figure(png, CAPTIONS[file.partition(".")[0]]) for file, png in figures.items())}
+</div>
+</main>
 <h2>Runs</h2>
 <ul>{"".join(_commands(row) for row in rows)}</ul>
 </body>

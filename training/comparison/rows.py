@@ -10,7 +10,7 @@ from typing import Any
 
 from training.comparison.losses import departure, largest_difference
 from training.comparison.runs import LONGEST_WORD, Run
-from training.comparison.settings import all_settings, find_reference, name_runs
+from training.comparison.settings import all_settings, find_reference, is_resident, name_runs
 from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
 from training.runs.records import is_number
 from training.visible_text import shortened
@@ -108,7 +108,7 @@ class Row:
 
 
 def build_rows(runs: Sequence[Run]) -> list[Row]:
-    """Groups `runs` into rows, in the order of the rows' first runs, and compares each row with its reference."""
+    """Groups `runs` into rows, the resident ones first, and compares each row with its reference."""
     groups: list[tuple[dict[str, Any], list[Run]]] = []
     for run, values in zip(runs, all_settings(runs), strict=True):
         # A run without a configuration repeats no other run as far as is known.
@@ -117,6 +117,7 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
             groups.append((values, [run]))
         else:
             members.append(run)
+    groups.sort(key=lambda group: not is_resident(group[0]))
     settings = [values for values, _ in groups]
     names = name_runs([members[0] for _, members in groups], settings)
     rows = [Row(name, members) for name, (_, members) in zip(names, groups, strict=True)]

@@ -38,6 +38,11 @@ def all_settings(runs: Sequence[Run]) -> list[Settings]:
     return values
 
 
+def is_resident(values: Settings) -> bool:
+    """Tells whether the mode leaves everything on the device, as offload=none does."""
+    return str(values.get("offload._target_") or "").rpartition(".")[2] == "Resident"
+
+
 def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | None:
     """Returns the index of the candidate that `values` is to be compared with, or None if there is none.
 
@@ -49,7 +54,7 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
     recompute = ("recompute",) if _recomputes_itself(values) else ()
     left_out = ("offload", *INCIDENTAL, *recompute)
     found = _alike(values, candidates, left_out)
-    if not found or _mode(values) == "Resident":
+    if not found or is_resident(values):
         order = [(_devices(own), own.get("microbatches") != values.get("microbatches")) for own in candidates]
         on_fewer = [i for i in _alike(values, candidates, (*left_out, *OF_DEVICES)) if order[i][0] < _devices(values)]
         found = sorted(on_fewer, key=order.__getitem__) or found
@@ -59,7 +64,7 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
 def _alike(values: Settings, candidates: Sequence[Settings], left_out: Sequence[str]) -> list[int]:
     """Returns the resident candidates that equal `values` but for `left_out`, and for the optimizer if none do."""
     wanted = _without(values, left_out)
-    others = {i: _without(other, left_out) for i, other in enumerate(candidates) if _mode(other) == "Resident"}
+    others = {i: _without(other, left_out) for i, other in enumerate(candidates) if is_resident(other)}
     for comparable in (lambda own: own, _by_update_rule):
         if matches := [i for i, other in others.items() if comparable(other) == comparable(wanted)]:
             return matches
@@ -131,10 +136,6 @@ def _by_update_rule(values: Settings) -> Settings:
     if values.get("optimizer._target_") not in SAME_OPTIMIZER:
         return values
     return {key: value for key, value in values.items() if key in UPDATE_RULE or not key.startswith("optimizer.")}
-
-
-def _mode(values: Settings) -> str:
-    return str(values.get("offload._target_") or "").rpartition(".")[2]
 
 
 def _devices(values: Settings) -> int:

@@ -17,6 +17,11 @@ COMPARED_WITH = "compared with"
 WORDS = ("curve", COMPARED_WITH, "seeds", "status")
 # The characters that Markdown gives a meaning, GitHub's the dollar sign too; an underscore within a word has none.
 MARKUP = re.compile(r"[\\`*|~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
+# What LaTeX reads otherwise than it looks.
+LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "[": "{[}",
+    "<": "$<$", ">": "$>$", "|": "$|$", "\N{PLUS-MINUS SIGN}": r"$\pm$", MISSING: "--",
+}  # fmt: skip
 # Width of lines, in characters, if the output is not a terminal.
 PLAIN_WIDTH = 160
 # Characters between two columns.
@@ -198,6 +203,20 @@ def to_markdown(rows: Sequence[Row], title: str, common: str) -> str:
     lines += [""] if explanations(rows) else []
     lines += [_markdown(f"The same in all runs: {common}.") + "  " if common else "", NOTE, ""]
     return "\n".join(lines)
+
+
+def to_latex(rows: Sequence[Row]) -> str:
+    """Returns the table as a LaTeX tabular, for the package booktabs."""
+    texts = [{"run": row.name, **text} for row, text in zip(rows, cells(rows), strict=True)]
+    columns = "".join("l" if column in ("run", *WORDS) else "r" for column in texts[0])
+    head, *lines = [" & ".join(map(_latex, line)) + r" \\" for line in (texts[0], *(text.values() for text in texts))]
+    begin = ["% \\usepackage{booktabs}", f"\\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule"]
+    return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex(text: str) -> str:
+    """Escapes the text, so that LaTeX shows it as it is."""
+    return "".join(LATEX.get(character, character) for character in text)
 
 
 def _header_width(title: str) -> int:

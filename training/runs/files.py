@@ -42,10 +42,13 @@ def partial_path(path: Path) -> Path:
 COMPARE_CSV_FILE = "compare.csv"
 COMPARE_MARKDOWN_FILE = "compare.md"
 COMPARE_PAGE_FILE = "compare.html"
-MEMORY_FIGURE_FILE = "compare_memory.png"
-TIME_FIGURE_FILE = "compare_time.png"
-LOSS_FIGURE_FILE = "compare_loss.png"
-FIGURE_FILES = (MEMORY_FIGURE_FILE, TIME_FIGURE_FILE, LOSS_FIGURE_FILE)
+COMPARE_LATEX_FILE = "compare.tex"
+MEMORY_FIGURE = "compare_memory"
+TIME_FIGURE = "compare_time"
+LOSS_FIGURE = "compare_loss"
+FIGURES = (MEMORY_FIGURE, TIME_FIGURE, LOSS_FIGURE)
+# The formats of figures; the page has the first.
+FIGURE_KINDS = ("png", "pdf", "svg")
 # The workspace that scripts/dashboard.py writes.
 WORKSPACE_FILE = "wandb_workspace.json"
 

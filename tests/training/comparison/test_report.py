@@ -115,7 +115,9 @@ def test_a_figure_of_an_earlier_comparison_does_not_stay(write_run):
     (write_run.folder / "compare_memory.png").write_text("old")
     write_run(losses=None, step_ms=None)
     compare([write_run.folder], write_run.folder)
-    assert {path.name for path in write_run.folder.iterdir()} == {"0", "compare.csv", "compare.md", "compare.html"}
+    assert {path.name for path in write_run.folder.iterdir()} == {
+        "0", "compare.csv", "compare.md", "compare.tex", "compare.html"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import io
 import pytest
 
 from training.comparison.rows import Row
-from training.comparison.table import COLUMNS, MISSING, print_tables, to_csv, to_markdown
+from training.comparison.table import COLUMNS, MISSING, print_tables, to_csv, to_latex, to_markdown
 from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
 
 
@@ -61,6 +61,16 @@ def test_markdown_reads_back(rows: list[Row]):
     assert "model=tiny" in text
 
 
+def test_latex_shows_text_as_it_is(rows: list[Row]):
+    head, *lines = [line for line in to_latex(rows).splitlines() if line.endswith(r" \\")]
+    assert head.startswith("run & step ms & to none &")
+    assert "MFU \\%" in head
+    assert [line.partition(" & ")[0] for line in lines] == [
+        "none", r"layer\_stream include={[}a$|$b,$<$i$>$]", r"layer\_stream include={[}]"
+    ]  # fmt: skip
+    assert lines[0].split(" & ")[1] == r"100.0 $\pm$ 1.4"
+
+
 @pytest.mark.parametrize("width", [60, 100, 240])
 def test_the_terminal_shows_every_value_whole_at_any_width(rows: list[Row], width: int):
     stream = io.StringIO()
@@ -80,11 +90,11 @@ def test_the_resident_run_is_named_if_there_are_several(write_run):
         write_run("layer_stream", top={"batch_size": batch_size})
     rows = write_run.rows()
     named = [row["compared with"] for row in markdown_rows(to_markdown(rows, "a sweep", ""))]
-    assert named == ["none batch_size=8"] * 2 + ["none batch_size=16"] * 2
+    assert named == ["none batch_size=8", "none batch_size=16"] * 2
     stream = io.StringIO()
     print_tables(rows, "a sweep", stream=stream, width=60)
     assert max(map(len, stream.getvalue().splitlines())) <= 60
-    assert "compared with" not in to_markdown(rows[:2], "a sweep", "")
+    assert "compared with" not in to_markdown(rows[::2], "a sweep", "")
 
 
 @pytest.mark.parametrize(

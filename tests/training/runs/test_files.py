@@ -19,7 +19,7 @@ def test_names_are_written_in_one_file():
     """No other source file has a literal of a name in `training.runs.files`, nor of a comparison's files."""
     constants = [value for name, value in vars(files).items() if name.isupper() and isinstance(value, str)]
     # Folders have names that are words, and ".partial" ends names of other programs' files too.
-    once = {value for value in constants if "." in value[1:]} | {*files.FIGURE_FILES}
+    once = {value for value in constants if "." in value[1:]} | {*files.FIGURES}
     for path in (ROOT / "train.py", *(ROOT / "training").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
         if path == ROOT / "training" / "runs" / "files.py":
             continue
