@@ -46,7 +46,7 @@ def main(config: DictConfig) -> None:
         warn_of_keys_without_effect(config, invocation.overridden)
         # With these come wandb, datasets and rich: they are imported once the configuration was checked.
         if config.plan:
-            from training.planning.plan import plan_only
+            from training.planning.plan_only import plan_only
 
             refuse_records(run_dir)
             summary = plan_only(config, invocation)

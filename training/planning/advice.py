@@ -1,81 +1,101 @@
 """Advice for a run that needs too much memory, or whose gradients are not finite: overrides that it can take.
 
-Each saves memory by itself: the bytes of weights, gradients and states follow from the footprint of the changed
-configuration, and those of activations are scaled, because a dry run of each change would take seconds.
+Changes are tried as plans, those that cost least first, until the run fits; then each that it fits without is left out
+again. So what is advised is enough, and nothing is named that is not.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 
 from offload import ActivationMode
-from offload.planning import GRADIENT_SLOTS
+from offload.knobs import GIB, format_bytes, parse_bytes
 from training.checkpoints.changes import MAY_CHANGE
 from training.config.adapter import has_adapter
+from training.config.declare import AUTO
 from training.config.modes import weights_node
-from training.config.schema import SCHEMAS, Precision, Recompute
+from training.config.schema import OnNonfinite, Precision, chosen_format, quantises
 from training.config.validation import check
 from training.errors import UserError
-from training.planning.dry_step import examples_of_microbatch
-from training.planning.memory import PlannedUpdate
-from training.planning.report import RunPlan
+from training.metrics.progress import phase
+from training.planning.dry_step import examples_of_rank
+from training.planning.memory import UNDO_LOG
+from training.planning.plan import PlannedStep, plan_filled
+from training.planning.report import Limit, RunPlan
 from training.settle.components import Components, recomputes
+from training.settle.missing_abilities import without_abilities
 
+# Pieces of advice on gradients that are not finite.
 MOST = 3
-NOTHING_TO_CHANGE = "a smaller model"
-# The share of all bytes that a change must save. Less is not worth a try, and within the error of the estimate.
-LEAST_SHARE = 0.05
-RESIDENT_SHARES = (0, "25%", "50%", "75%")
-OTHER_MODES = ("layer_stream", "bounce_linear", "none")
+# Dry runs of a search: each takes some seconds of a processor for a model of 7B.
+MOST_RUNS = 6
+# The share of a limit that a change must save to be tried, and to be kept.
+LEAST_SHARE = 0.01
+# The share of a GPU that a budget leaves to CUDA itself and to memory that the allocator cannot use.
+LEFT_SHARE = 1 / 16
+# What is lost besides speed, by override.
+COSTS = {
+    "precision=bf16": "weights and compute in bf16",
+    "optimizer.state_dtype=bf16": "moments within 2^-9 of their size",
+    "clip_norm=null": "gradients are not clipped",
+    "optimizer.state_dtype=int8": "moments in 8 bits, within 0.7% of the largest of 256",
+    "optimizer.master=stochastic": "no float32 masters: weights are rounded at random",
+    "quantize=int8": "frozen weights in 8 bits",
+    "quantize=nf4": "frozen weights in 4 bits",
+    "batch_size": "smaller batches",
+    "seq_len": "shorter sequences",
+}
+KEYS_OF_MODEL = {"precision", "quantize"}
+
+Exceeded = Callable[[Components, RunPlan], Mapping[str, Limit]]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the configuration: overrides of the command line, by key, and the configuration with them.
+    """Overrides of the command line, by key, and the budgets whose shortage they may help against."""
 
-    `same_numbers`: the run computes what it would have computed without, but for the order of sums.
-    """
-
-    overrides: Mapping[str, Any]
-    config: DictConfig
-    same_numbers: bool
+    overrides: Mapping[str, str]
+    helps: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.overrides.items())
+        return in_words(self.overrides)
+
+    @property
+    def costs(self) -> list[str]:
+        """What is lost besides speed."""
+        named = (COSTS.get(f"{key}={value}") or COSTS.get(key) for key, value in self.overrides.items())
+        return [cost for cost in named if cost]
 
 
-def memory_advice(components: Components, plan: RunPlan, budget: str, needed: int) -> str:
-    """Returns overrides that lower what `budget` ("vram_budget" or "host_budget") limits, three at most, in words.
+def memory_advice(components: Components, plan: RunPlan, exceeded: Exceeded) -> str:
+    """Returns in words the overrides with which the run fits, what they cost, and what is planned with them.
 
-    First come those that save `needed` bytes, then those that leave the numbers of the run as they are, then those that
-    save the most. One that would exceed the other budget is left out.
+    `exceeded` gives the limits that a planned run exceeds, by the key of the budget.
     """
-    config = components.config
-    if "gradients" in config.optimizer and not components.gradients.released:
-        # No change but that of `gradients` itself releases them.
-        config = copy.deepcopy(config)
-        config.optimizer.gradients = "keep"
-    # Made again: after a failure the model of `components` has memory.
-    before = Components.of(config, components.invocation, components.device)
-    found = []
-    # Both runs are estimated alike, so that the error of the estimate does not look like a saving.
-    now = _estimated(before, before, plan)
-    for change in _changes(before, plan):
-        after = _checked(before, change)
-        if after is None or not _may_change(config, change):
-            continue
-        totals = _estimated(before, after, plan)
-        saved = {key: now[key] - total for key, total in totals.items()}
-        if saved[budget] <= LEAST_SHARE * plan.totals[budget] or _exceeds_another(plan, totals, budget):
-            continue
-        found.append((saved[budget] < needed, not change.same_numbers, -saved[budget], str(change)))
-    return listed([words for *_, words in sorted(found)] or [NOTHING_TO_CHANGE])
+    with phase("looking for changes with which it fits"):
+        trials = _Trials(components, plan)
+        taken, found = _search(trials, (components, plan), exceeded)
+    best, short = found[1], exceeded(*found)
+    if short:
+        needed = " and ".join(f"{format_bytes(best.totals[key])} of {key}" for key in short)
+        tried = f": even {in_words(_merged(taken))} needs {needed}" if taken else ""
+        return f"a smaller model, or more memory{tried}"
+    sizes = [format_bytes(best.totals["vram_budget"]) + " of the GPU"] if best.has_gpu else []
+    # Its logs take what is left.
+    host = best.totals["host_budget"] - best.host_bytes.get(UNDO_LOG, 0)
+    sizes.append(format_bytes(host) + " of the host")
+    speed = f"a step of {best.forecast.step_ms:,.0f} ms in place of {plan.forecast.step_ms:,.0f}"
+    overrides = _merged(taken)
+    costs = [f"{key}={value}: {cost}" for key, value in overrides.items() for cost in Change({key: value}, ()).costs]
+    return f"{in_words(overrides)} (planned: {', '.join([*sizes, speed])}{''.join(f'; {cost}' for cost in costs)})"
 
 
 def nonfinite_advice(config: DictConfig) -> str:
@@ -84,181 +104,220 @@ def nonfinite_advice(config: DictConfig) -> str:
     if config.optimizer.lr > 0:
         advice["optimizer.lr"] = f"{config.optimizer.lr / 10:g}"
     if config.clip_norm is None:
-        advice["clip_norm"] = 1
+        advice["clip_norm"] = "1"
     warmup = min(config.steps // 10, 1000)
     if config.schedule.warmup < warmup:
-        advice["schedule.warmup"] = warmup
+        advice["schedule.warmup"] = str(warmup)
     advice["on_nonfinite"] = "skip"
-    changes = (Change({key: value}, config, False) for key, value in advice.items())
-    return listed([str(change) for change in changes if _may_change(config, change)])
-
-
-def listed(advice: list[str]) -> str:
-    """Returns the first pieces of advice as words: "a, b or c"."""
-    *first, last = advice[:MOST]
+    *first, last = [f"{key}={value}" for key, value in advice.items() if _may_change(config, {key: value})][:MOST]
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
-    """Yields changes that may save memory of either kind; whether they are valid and do is found out later."""
-    config, footprint = components.config, components.footprint
-    key, weights = weights_node(config)
-
-    def change(name: str, value: Any, same_numbers: bool = True) -> Change:
-        changed = copy.deepcopy(config)
-        OmegaConf.update(changed, name, value)
-        return Change({name: value}, changed, same_numbers)
-
-    if not footprint.layer_major:
-        yield change("microbatches", min(2 * config.microbatches, config.batch_size // config.devices))
-    if not (recomputes(config) or components.mode.recomputes):
-        yield _option(config, "recompute", "block", OmegaConf.structured(Recompute(blocks=True)))
-    # Another mode would keep activations that this one computes again.
-    others = () if components.mode.recomputes and not recomputes(config) else OTHER_MODES
-    for name in others:
-        node = _node_of("offload", name, weights)
-        if node is not None and "trained" in node and "trained" not in weights:
-            node.trained = "device" if has_adapter(config) else "stream"
-        if node is not None and node._target_ != weights._target_ and not _lost(components, key, node):
-            yield _option(config, key, name, node)
-    if "slots" in weights:
-        yield change(f"{key}.slots", footprint.slot_bytes // max(footprint.largest_unit_bytes, 1) - 1)
-        for share in RESIDENT_SHARES:
-            yield change(f"{key}.resident", share)
-    if "outside" in weights:
-        yield change(f"{key}.outside", "stream")
-    if components.reference is not None:
-        yield change("task.reference", "cached", same_numbers=config.adapter.get("weights") is None)
-    if plan.kept_bytes:
-        yield change("offload.budget", 0)
-    if config.optimizer.get("gradients") == "keep":
-        yield change("optimizer.gradients", "release")
-    if "device_share" in config.optimizer:
-        yield change("optimizer.device_share", 0)
-        if plan.has_gpu and config.vram_budget is not None:
-            yield change("optimizer.device_share", "auto")
-        yield change("optimizer.state_dtype", "bf16", same_numbers=False)
-    elif (host_adamw := _node_of("optimizer", "host_adamw", config.optimizer)) is not None:
-        host_adamw.state_dtype = "bf16"
-        switched = _option(config, "optimizer", "host_adamw", host_adamw)
-        yield Change(switched.overrides | {"optimizer.state_dtype": "bf16"}, switched.config, same_numbers=False)
-    yield change("precision", Precision.bf16, same_numbers=False)
-    smaller = max(config.batch_size // 2, config.microbatches * config.devices)
-    yield change("batch_size", min(smaller, config.batch_size - 1), same_numbers=False)
-    if components.task.unit == "tokens":
-        yield change("seq_len", config.seq_len // 2, same_numbers=False)
+def in_words(overrides: Mapping[str, str]) -> str:
+    """Returns overrides as they are written on a command line."""
+    return " ".join(f"{key}={value}" for key, value in overrides.items())
 
 
-def _lost(components: Components, key: str, node: DictConfig) -> bool:
-    """Tells whether the command line overrides a key under `key` that the option `node` lacks."""
-    given = components.invocation.overridden
-    return any(name.startswith(f"{key}.") and name.removeprefix(f"{key}.") not in node for name in given)
+def _merged(changes: Sequence[Change]) -> dict[str, str]:
+    return {key: value for change in changes for key, value in change.overrides.items()}
 
 
-def _node_of(group: str, option: str, current: DictConfig) -> DictConfig | None:
-    """Returns the keys of an option with the values of `current`; None if that would lose one that is no default."""
-    node = OmegaConf.structured(SCHEMAS[group][option])
-    defaults = OmegaConf.structured(OmegaConf.get_type(current))
-    for name, value in current.items():
-        if name.startswith("_"):
-            continue
-        if name in node and group == "optimizer":
-            node[name] = value
-        elif name == "trained":
-            # Where the two modes put what trains is a property of what trains.
-            if name in node:
-                node[name] = value
-        elif OmegaConf.is_missing(defaults, name) or value != defaults[name]:
+@dataclass
+class _Trials:
+    """Plans the run of `before` with changes. A dry run is made once for all plans that it is the same for."""
+
+    before: Components
+    plan: RunPlan
+    _steps: dict[tuple, PlannedStep] = field(default_factory=dict)
+    _models: dict[str, nn.Module] = field(default_factory=dict)
+    _planned: dict[str, tuple[Components, RunPlan]] = field(default_factory=dict)
+
+    @property
+    def are_over(self) -> bool:
+        """True if no further dry run is worth the wait."""
+        return len(self._steps) >= MOST_RUNS
+
+    def components(self, changes: Sequence[Change]) -> Components | None:
+        """Returns the components of the run with `changes`; None if it is refused."""
+        overrides, before = _merged(changes), self.before
+        if not _may_change(before.config, overrides):
             return None
-    return node
+        of_model = in_words({key: value for key, value in overrides.items() if key in KEYS_OF_MODEL})
+        try:
+            config, invocation = before.invocation.composed_with(overrides)
+            # torchrun's.
+            config.devices, config.parallel.hosts = before.config.devices, before.config.parallel.hosts
+            check(config)
+            # Not that of `before`: after a failure it has memory.
+            made = {"on_gpu": self.plan.has_gpu, "model": self._models.get(of_model)}
+            found = Components.of(config, invocation, before.device, **made)
+            self._models[of_model] = found.model
+            return found.with_config(*without_abilities(config, found.mode))
+        except (UserError, ValueError, HydraException, OmegaConfBaseException):
+            return None
+
+    def planned(self, changes: Sequence[Change]) -> tuple[Components, RunPlan] | None:
+        """Returns components and plan of the run with `changes`; None if it is refused."""
+        words = in_words(_merged(changes))
+        if words not in self._planned:
+            components = self.components(changes)
+            if components is None:
+                return None
+            try:
+                found = plan_filled(components, self.plan.machine, self.plan.has_gpu, self._steps)
+            except UserError:
+                return None
+            self._planned[words] = found
+        return self._planned[words]
 
 
-def _option(config: DictConfig, key: str, option: str, node: DictConfig) -> Change:
-    """Returns the change to the option `option` of the group at `key`, whose keys are in `node`."""
-    changed = copy.deepcopy(config)
-    OmegaConf.update(changed, key, node, merge=False)
-    return Change({key if "." not in key else f"{key.partition('.')[0]}@{key}": option}, changed, same_numbers=True)
+def _search(
+    trials: _Trials, start: tuple[Components, RunPlan], exceeded: Exceeded
+) -> tuple[list[Change], tuple[Components, RunPlan]]:
+    """Returns the changes with which the run exceeds nothing, or as little as was found, with their plan."""
+    taken, refused, at, ever_short = [], set(), start, set()
+    while (short := exceeded(*at)) and not trials.are_over:
+        chosen, ever_short = [], ever_short | set(short)
+        for key, limit in short.items():
+            for change in _changes(*at, key, limit.nbytes):
+                if key in change.helps and str(change) not in refused and change not in chosen:
+                    if trials.components([*taken, change]) is not None:
+                        chosen.append(change)
+                        break
+                    refused.add(str(change))
+        if not chosen:
+            break
+        found = trials.planned([*taken, *chosen])
+        if found is None or not any(_saves(found[1], at[1], key, limit) for key, limit in short.items()):
+            refused |= set(map(str, chosen))
+            continue
+        taken, at = [*taken, *chosen], found
+    if not short:
+        # First those that cost more than speed. What alone helps against a shortage is needed.
+        for change in sorted(taken, key=lambda change: not change.costs):
+            rest = [each for each in taken if each is not change]
+            needed = ever_short.intersection(change.helps) - {key for each in rest for key in each.helps}
+            if not needed and not trials.are_over and (found := trials.planned(rest)) and not exceeded(*found):
+                taken, at = rest, found
+    return taken, at
 
 
-def _checked(before: Components, change: Change) -> Components | None:
-    """Returns the components of the changed configuration; None if it is refused."""
-    config = change.config
-    try:
-        check(config)
-        model = before.model if config.precision == before.config.precision else None
-        return Components.of(config, before.invocation, before.device, model=model)
-    except (UserError, ValueError):
-        return None
+def _saves(after: RunPlan, before: RunPlan, key: str, limit: Limit) -> bool:
+    return before.totals[key] - after.totals[key] >= LEAST_SHARE * limit.nbytes
 
 
-def _may_change(config: DictConfig, change: Change) -> bool:
-    """Tells whether a run that resumes may take the change; a new run may take all."""
+def _changes(components: Components, plan: RunPlan, key: str, limit: int) -> Iterator[Change]:
+    """Yields changes that the run does not have yet, the cheapest first, against a shortage of `key`.
+
+    First come those that leave the numbers as they are, but for the order of sums.
+    """
+    config, footprint, mode = components.config, components.footprint, components.mode
+    weights_key, weights = weights_node(config)
+    optimizer = config.optimizer
+    host, device = ("host_budget",), ("vram_budget" if plan.has_gpu else "host_budget",)
+    both = (*host, *device)
+    moves_out = plan.host_bytes["activations"] >= LEAST_SHARE * limit
+    given, worth = components.invocation.overridden, LEAST_SHARE * limit
+
+    if plan.has_gpu and key == "vram_budget" and parse_bytes(key, config.vram_budget or 0) > limit:
+        yield Change({"vram_budget": _budget(limit)}, device)
+    if plan.has_gpu and key == "host_budget" and config.vram_budget is None and optimizer.get("device_share") == AUTO:
+        # What then is on the device is not on the host.
+        vram = (plan.budgets["vram_budget"] or 0) * (1 - LEFT_SHARE)
+        if footprint.trained and plan.totals[key] - limit <= vram - plan.totals["vram_budget"]:
+            yield Change({"vram_budget": _budget(vram)}, host)
+    if footprint.trained and not components.updates_overlap and "adapter" not in given:
+        yield Change({"optimizer": "host_adamw"}, both)
+    if optimizer.get("gradients") == "keep":
+        yield Change({"optimizer.gradients": "release"}, host)
+    if plan.kept_bytes:
+        yield Change({"offload.budget": "0"}, device)
+    if f"{weights_key}.resident" in given and str(weights.resident) != "0":
+        yield Change({f"{weights_key}.resident": "0"}, device)
+    if optimizer.get("device_share") not in (None, 0, "0", AUTO):
+        yield Change({"optimizer.device_share": "0"}, device)
+    count, suffices = _microbatches(components, plan, key, limit)
+    finer = Change({"microbatches": str(count)}, (key,))
+    may_be_finer = count > config.microbatches and not footprint.layer_major
+    if may_be_finer and suffices:
+        yield finer
+    again = Change({"recompute": "block"}, both if moves_out else device)
+    keeps = not (recomputes(config) or mode.recomputes)
+    may_suffice = plan.totals[key] - plan.device_bytes["activations"] < limit
+    if keeps and may_suffice:
+        yield again
+    moves = isinstance(mode, ActivationMode)
+    if not footprint.units:
+        for name in ("layer_stream", "bounce_linear"):
+            yield Change({"offload": f"{name}_swap" if moves else name}, device)
+    if keeps and not may_suffice:
+        yield again
+    if weights.get("outside") == "resident" and footprint.resident_bytes >= worth:
+        yield Change({f"{weights_key}.outside": "stream"}, device)
+    if weights.get("slots", 1) > 1 and footprint.slot_bytes >= worth:
+        yield Change({f"{weights_key}.slots": "2" if weights.slots > 2 else "1"}, device)
+    if footprint.units and not moves and plan.has_gpu and plan.device_bytes["activations"] >= worth:
+        yield Change({"offload": "layer_stream_swap"}, device)
+    if has_adapter(config) and config.model.weights is not None and weights.get("source") == "memory":
+        yield Change({f"{weights_key}.source": "mapped"}, host)
+    if may_be_finer and not suffices:
+        yield finer
+    yield from _lossy(components, plan, both, host, worth)
+
+
+def _lossy(
+    components: Components, plan: RunPlan, both: tuple[str, ...], host: tuple[str, ...], worth: float
+) -> Iterator[Change]:
+    """Yields changes of the numbers, or of what is trained on."""
+    config, optimizer = components.config, components.config.optimizer
+    if config.precision == Precision.fp32:
+        yield Change({"precision": "bf16"}, both)
+    if has_adapter(config):
+        for form in ("int8", "nf4"):
+            if not quantises(config) or (chosen_format(config)[0], form) == ("int8", "nf4"):
+                yield Change({"quantize": form}, both)
+    states = plan.host_bytes["optimizer"] + plan.device_bytes["optimizer"]
+    has_formats = states >= worth and "state_dtype" in optimizer
+    where = both if plan.device_bytes["optimizer"] >= worth else host
+    if has_formats and optimizer.state_dtype == "fp32":
+        yield Change({"optimizer.state_dtype": "bf16"}, where)
+    whole = config.microbatches == 1 or components.footprint.layer_major
+    alone = config.devices == 1 and config.on_nonfinite == OnNonfinite.stop
+    clips = config.clip_norm is not None and optimizer.get("gradients") == AUTO
+    if clips and whole and alone and plan.host_bytes["gradients"] >= worth:
+        yield Change({"clip_norm": "null"}, host)
+    if has_formats and optimizer.state_dtype == "bf16":
+        yield Change({"optimizer.state_dtype": "int8"}, where)
+    if has_formats and optimizer.master == "compact" and config.precision == Precision.bf16:
+        yield Change({"optimizer.master": "stochastic"}, where)
+    where = both if plan.host_bytes["activations"] >= worth else both[1:]
+    if examples_of_rank(config) > 1 and components.footprint.layer_major:
+        yield Change({"batch_size": str(max(config.batch_size // 2, config.devices))}, where)
+    if components.task.unit == "tokens" and config.seq_len > 1:
+        yield Change({"seq_len": str(config.seq_len // 2)}, where)
+
+
+def _microbatches(components: Components, plan: RunPlan, key: str, limit: int) -> tuple[int, bool]:
+    """Returns a number of microbatches, of equal sizes, and whether their smaller activations may suffice."""
+    config, most = components.config, examples_of_rank(components.config)
+    on_device = key == "vram_budget" or not plan.has_gpu
+    moving = plan.device_bytes["activations"] - plan.kept_bytes if on_device else plan.host_bytes["activations"]
+    room = limit - (plan.totals[key] - moving)
+    if moving < LEAST_SHARE * limit:
+        return config.microbatches, False
+    if not 0 < room < moving:
+        return most, False
+    count = math.ceil(config.microbatches * moving / room)
+    return next((number for number in range(count, most) if most % number == 0), most), count <= most
+
+
+def _budget(nbytes: float) -> str:
+    """Returns a budget as a user writes it, rounded down."""
+    return f"{int(10 * nbytes / GIB) / 10:g}GiB" if nbytes >= GIB else str(int(nbytes))
+
+
+def _may_change(config: DictConfig, overrides: Mapping[str, str]) -> bool:
+    """Tells whether a run that resumes may take the overrides; a new run may take all."""
     if config.resume is None:
         return True
-    names = [name.partition("@")[0] for name in change.overrides]
-    return all(any(fnmatchcase(f"{name}{end}", may) for may in MAY_CHANGE for end in ("", ".")) for name in names)
-
-
-def _exceeds_another(plan: RunPlan, totals: Mapping[str, int], budget: str) -> bool:
-    return any(
-        key != budget and limit is not None and limit < totals[key] > plan.totals[key]
-        for key, limit in plan.budgets.items()
-    )
-
-
-def _estimated(before: Components, after: Components, plan: RunPlan) -> dict[str, int]:
-    """Returns about the totals that a plan of `after` would have, from `plan`, that of `before`."""
-    new, gradients = after.footprint, after.footprint.resident_gradient_bytes
-    at_peak = min(plan.device_bytes["gradients"] / (before.footprint.resident_gradient_bytes or 1), 1.0)
-    # With several microbatches, all gradients are there when the second one's activations are.
-    at_peak = 1.0 if after.config.microbatches > 1 else at_peak
-    # After backward, all gradients are there and no activations.
-    moving = max(_activations(before, after, plan) + gradients * at_peak, gradients)
-    device = new.resident_bytes + new.slot_bytes + after.reference_device_bytes + moving
-    # Only a budget that was given is filled.
-    vram = plan.budgets["vram_budget"] if plan.has_gpu and after.config.vram_budget is not None else 0
-    update = PlannedUpdate.of(after, spare_bytes=vram - device)
-    device += update.device_bytes
-    if not after.updates_begin_early:
-        device += update.placed_gradient_bytes
-    host = (
-        new.host_home_bytes + new.ring_bytes + new.host_gradient_bytes + update.host_bytes + plan.host_bytes["process"]
-    )
-    host += after.reference_host_bytes
-    host += plan.host_bytes["activations"] * _share(before, after, at_once=not new.layer_major)
-    if not plan.has_gpu:
-        host += device
-    return {"vram_budget": int(device), "host_budget": int(host)}
-
-
-def _activations(before: Components, after: Components, plan: RunPlan) -> float:
-    """Estimates the bytes of activations, and of copies under way, on the device."""
-    moving = plan.device_bytes["activations"]
-    kept = plan.kept_bytes if str(before.config.offload.get("budget")) == "auto" else 0
-    copies = min(_copies_under_way(before), moving)
-    logits = min(plan.logits_bytes, moving - copies)
-    blocks = max(moving - copies - logits - kept, 0) * _share(before, after, at_once=True)
-    if str(after.config.offload.get("budget")) == "auto":
-        blocks += kept
-    count = len(after.recomputed_blocks)
-    if count and not before.recomputed_blocks:
-        inputs = count * _tokens(after.config) * after.config.model.get("hidden_size", 0) * after.dtype.itemsize
-        # Under a mode that moves activations, few of them are on the device at a time.
-        blocks = blocks if isinstance(after.mode, ActivationMode) else min(blocks, blocks / count + inputs)
-    return blocks + logits + _copies_under_way(after)
-
-
-def _copies_under_way(components: Components) -> int:
-    """Returns the bytes of gradients that are made or leave the device, and of earlier ones that they are added to."""
-    again = components.config.microbatches > 1
-    return (GRADIENT_SLOTS + 1 + again) * components.footprint.largest_unit_bytes
-
-
-def _share(before: Components, after: Components, at_once: bool) -> float:
-    """Returns how much of the activations is left: those of a microbatch, or else of all of a step."""
-    was, now = ((_tokens(c.config) if at_once else c.config.batch_size * c.config.seq_len) for c in (before, after))
-    return now * after.dtype.itemsize / (was * before.dtype.itemsize)
-
-
-def _tokens(config: DictConfig) -> int:
-    return examples_of_microbatch(config) * config.seq_len
+    return all(any(fnmatchcase(f"{name}{end}", may) for may in MAY_CHANGE for end in ("", ".")) for name in overrides)

@@ -24,7 +24,8 @@ from models.generation import largest_forwards
 from offload.knobs import GIB, format_bytes, parse_bytes
 from offload.planning import free_host_bytes
 from training.errors import UserError
-from training.planning.advice import memory_advice
+from training.metrics.progress import print_plan
+from training.planning.advice import Exceeded, memory_advice
 from training.planning.dry_step import peak_of
 from training.planning.memory import UNDO_LOG
 from training.planning.report import Limit, RunPlan
@@ -35,6 +36,8 @@ from training.settle.components import Components
 
 # The share by which a plan may exceed the machine's own memory: its error.
 TOLERANCE = {"vram_budget": 0.01, "host_budget": 0.05}
+# The share of what was planned that a run is advised to take after it ran out of memory.
+FAILED_SHARE = 0.9
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class OutOfMemoryError(UserError):
 
 
 def refuse_misfit(components: Components, plan: RunPlan) -> None:
-    """Raises MisfitError if the run does not fit; with force=true it warns in one line instead."""
+    """Raises MisfitError if the run does not fit, below its plan; with force=true it warns in one line instead."""
     limits, before = exceeded(components, plan), {}
     if plan.encoding is not None:
         totals = {key: total for key, total in plan.encoding.totals.items() if plan.has_gpu or key != "vram_budget"}
@@ -64,24 +67,18 @@ def refuse_misfit(components: Components, plan: RunPlan) -> None:
         found += [f"encoding: {shortfalls(plan.encoding.totals, before)}"] if before else []
         logger.warning("force=true starts a run that does not fit: %s", "; ".join(found))
         return
-    reason = misfit(components, plan, limits, before)
+    print_plan(plan.rows(), title=f"Plan: {components.invocation.title} on {components.device}")
+    reason = misfit(components, plan, exceeded, before)
     raise MisfitError(f"the run does not fit: {reason}; force=true starts it anyway")
 
 
-def misfit(
-    components: Components, plan: RunPlan, limits: Mapping[str, Limit], before: Mapping[str, Limit]
-) -> str | None:
+def misfit(components: Components, plan: RunPlan, exceeded: Exceeded, before: Mapping[str, Limit]) -> str | None:
     """Returns one line on the limits that the plan exceeds, with the key, both sizes and what to change; or None.
 
-    `limits` are those of the steps, `before` of the encoding before them.
+    `exceeded` gives those of the steps, `before` are those of the encoding before them.
     """
-    short = {key: limit for key, limit in limits.items() if plan.totals[key] > limit.nbytes}
-    lines = [
-        f"{shortfalls(plan.totals, {key: limit})}: take"
-        f" {memory_advice(components, plan, key, plan.totals[key] - limit.nbytes)}"
-        for key, limit in short.items()
-    ]
-    encoding = plan.encoding
+    short, encoding = exceeded(components, plan), plan.encoding
+    lines = [f"{shortfalls(plan.totals, short)}: take {memory_advice(components, plan, exceeded)}"] if short else []
     lines += [
         f"encoding: {shortfalls(encoding.totals, {key: limit})}: take {encoding.advice(key)}"
         for key, limit in (before.items() if encoding is not None else ())
@@ -173,6 +170,10 @@ def _explained(components: Components, plan: RunPlan, key: str) -> str:
     by_part = plan.device_bytes if key == "vram_budget" else plan.host_bytes
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in by_part.items() if nbytes)
     limit = f" of {format_bytes(budget)}" if budget is not None else ""
-    needed = max(total - budget, 0) if budget is not None else 0
-    advice = memory_advice(components, plan, key, needed)
-    return f"planned were {format_bytes(total)}{limit} ({parts}): take {advice}"
+    # What was planned was too much.
+    less = Limit(int(FAILED_SHARE * min(total, budget or total)), "after the failure")
+
+    def exceeded(_: Components, plan: RunPlan) -> dict[str, Limit]:
+        return plan.exceeded() | ({key: less} if plan.totals[key] > less.nbytes else {})
+
+    return f"planned were {format_bytes(total)}{limit} ({parts}): take {memory_advice(components, plan, exceeded)}"

@@ -23,111 +23,56 @@ from offload.planning import DryRun, NotFinalError, SimulatedStreams, forecast, 
 from training.config.construct import make_mode
 from training.config.declare import AUTO
 from training.config.modes import weights_node
-from training.data.building import build_dataset, facts_of, has_facts
 from training.errors import UserError, first_line
-from training.evaluation.samples import Samples
-from training.metrics.progress import phase, print_plan
 from training.planning.dry_step import MOST_DRY, dry_step, reference_note, refuse_shapes, without_dry_run
-from training.planning.encoding import planned_encoding
-from training.planning.fit import misfit
-from training.planning.machine import PRESETS, Machine, machine_of
+from training.planning.machine import Machine
 from training.planning.memory import PlannedMemory, PlannedUpdate, budgets_of, logits_bytes
 from training.planning.notes import notes_of, streamed_share
 from training.planning.report import RunPlan
 from training.planning.times import PlannedTimes
-from training.profiling.hardware import resolve_device
 from training.profiling.timeline import Interval, Timeline, draw_chart
-from training.runs.files import PLAN_PICTURE
-from training.runs.invocation import Invocation
-from training.runs.records import write_summary
 from training.settle.components import Components, fills_budget, footprint_of, reasons_of
-from training.settle.missing_abilities import without_abilities
 from training.settle.settled import KEPT
-from training.visible_text import visible
-from training.weights.files import ModelWeights
-from training.weights.model_tokenizer import tokenizer_is_here
 
 # Numbers of units that are compared: the time of a step is a smooth function of the number.
 CANDIDATES = 17
 # Steps that are longer by a smaller share are as fast, for what a plan knows.
 LONGER = 1.02
-NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
+# The keys that no dry run depends on.
+BESIDE_STEPS = {"optimizer", "schedule", "clip_norm", "vram_budget", "host_budget"}
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
 UNSEEN = "no dry run shows that all are final when they land, because this model needs values to run"
 
 logger = logging.getLogger(__name__)
 
 
-def plan_only(config: DictConfig, invocation: Invocation) -> dict:
-    """Does all of `plan=true`: prints the plan, writes plan.json and a summary, and returns the summary.
-
-    Its status is "planned"; its reason names what does not fit. Raises UserError as a run would.
-    """
-    is_preset = invocation.choices["hardware"] in PRESETS
-    device = resolve_device("auto" if is_preset else config.device)
-    on_gpu = is_preset or config.hardware.vram_gib is not None or device.type == "cuda"
-    components = Components.of(config, invocation, device, on_gpu=on_gpu)
-    # Refuses samples that cannot be made: for that no data are read, and nothing is downloaded.
-    if tokenizer_is_here(config):
-        Samples.of(without_abilities(config, components.mode)[0], components.task, components.model)
-    if config.model.weights is not None:
-        # A plan needs no weights, and sends no request for them.
-        ModelWeights.find(config.model.weights, ask=False)
-    dataset = _read(components)
-    with phase("measuring the machine"):
-        machine = machine_of(components)
-    with phase("planning"):
-        has_gpu = machine.vram_gib is not None
-        with planned_encoding(dataset, components, machine, has_gpu) as encoding:
-            _, plan = plan_filled(components, machine, has_gpu)
-    plan = replace(plan, facts=facts_of(dataset), encoding=encoding)
-    if not plan.has_gpu:
-        plan = replace(plan, notes=(*plan.notes, NO_GPU))
-    print_plan(plan.rows(), title=f"Plan: {invocation.title}")
-    plan.write(invocation.run_dir)
-    if plan.timeline:
-        title = f"planned: {invocation.choices['offload']}, {invocation.choices['model']} on {machine.name}"
-        picture = invocation.run_dir / PLAN_PICTURE
-        draw_timeline(plan, config.microbatches, picture, title)
-        print(f"picture {visible(picture)}")
-    summary = {"status": "planned", "reason": misfit(components, plan, plan.limits(), plan.limits()), **plan.summary()}
-    write_summary(invocation.run_dir, summary)
-    return summary
-
-
-def _read(components: Components) -> object:
-    """Reads a dataset that has facts, which refuses what a run of it would; None for others, which are not read."""
-    if not has_facts(components.config):
-        return None
-    with phase("reading the dataset"):
-        dataset = build_dataset(components.config, components.model, components.invocation.run_dir)
-    components.task.check(components.config, dataset, components.model)
-    return dataset
-
-
-def plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tuple[Components, RunPlan]:
+def plan_filled(
+    components: Components, machine: Machine, has_gpu: bool, steps: Steps | None = None
+) -> tuple[Components, RunPlan]:
     """Plans the run; where offload.resident=auto, as many units stay on the device as pay within a vram_budget.
 
-    Returns the components with that choice, which may keep gradients after all. Raises UserError for a release of
-    gradients that was asked for and cannot be.
+    Returns the components with that choice, which may keep gradients after all. `steps` are dry runs of other plans for
+    this machine, which are not made again, and get those that are made. Raises UserError for a release of gradients
+    that was asked for and cannot be.
     """
-    return with_gradients_chosen(components, lambda some: _plan_filled(some, machine, has_gpu))
+    known = {} if steps is None else steps
+    return with_gradients_chosen(components, lambda some: _plan_filled(some, machine, has_gpu, known))
 
 
-def _plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tuple[Components, RunPlan]:
+def _plan_filled(components: Components, machine: Machine, has_gpu: bool, known: Steps) -> tuple[Components, RunPlan]:
     config, key = components.config, resident_key(components.config)
     if key is None:
-        plan = plan_run(components, machine, has_gpu)
+        plan = plan_run(components, machine, has_gpu, known)
         return components, replace(plan, chosen=reasons_of(components))
     # In `components` no unit stays.
-    streamed = PlannedStep.of(components, machine, has_gpu)
+    streamed = PlannedStep.known(components, machine, has_gpu, known)
     units = 0
     if has_gpu and config.vram_budget is not None:
         budget_bytes = budgets_of(config, machine, has_gpu)["vram_budget"]
         units = resident_units(components, machine, streamed.run, budget_bytes)
     while units:
         filled = with_resident(components, key, units)
-        plan = plan_run(filled, machine, has_gpu)
+        plan = plan_run(filled, machine, has_gpu, known)
         if plan.fits["vram_budget"]:
             break
         # The search takes activations to be the same whatever stays.
@@ -175,10 +120,24 @@ class PlannedStep:
             # The timeline ends where the dry run failed, so it is of no use.
             return cls(without_dry_run(components), None, (note,))
 
+    @classmethod
+    def known(cls, components: Components, machine: Machine, has_gpu: bool, steps: Steps) -> PlannedStep:
+        """Returns the step that `steps` has of a run that differs in its update or its budgets alone, or makes it."""
+        config = components.config
+        parts = [(OmegaConf.get_type(config, name), config[name]) for name in config if name not in BESIDE_STEPS]
+        key = repr(parts), components.options.release_gradients
+        if key not in steps:
+            steps[key] = cls.of(components, machine, has_gpu)
+        return steps[key]
 
-def plan_run(components: Components, machine: Machine, has_gpu: bool) -> RunPlan:
+
+Steps = dict[tuple[str, bool], PlannedStep]
+
+
+def plan_run(components: Components, machine: Machine, has_gpu: bool, known: Steps | None = None) -> RunPlan:
     """Plans the run that `components` make up, on `machine`; leaves the components as they were."""
-    return _plan_of(PlannedStep.of(components, machine, has_gpu), components, machine, has_gpu)
+    step = PlannedStep.known(components, machine, has_gpu, {} if known is None else known)
+    return _plan_of(step, components, machine, has_gpu)
 
 
 def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has_gpu: bool) -> RunPlan:

@@ -95,6 +95,10 @@ class RunPlan:
             key: Limit(nbytes, self._origin(key, nbytes)) for key, nbytes in self.budgets.items() if nbytes is not None
         }
 
+    def exceeded(self) -> dict[str, Limit]:
+        """Returns the budgets that are known and exceeded, as `limits` does."""
+        return {key: limit for key, limit in self.limits().items() if self.totals[key] > limit.nbytes}
+
     def metrics(self) -> dict[str, float]:
         """Returns the planned values of the metrics that a run measures."""
         known = {

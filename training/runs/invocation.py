@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from training.config.modes import CONF
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,28 @@ class Invocation:
     @property
     def overridden(self) -> set[str]:
         """The keys and groups that the command line sets, without the `+` and `~` that it may write before them."""
-        return {override.lstrip("+~").partition("=")[0] for override in self.overrides}
+        return set(map(_key, self.overrides))
+
+    def composed_with(self, changes: Mapping[str, str]) -> tuple[DictConfig, Invocation]:
+        """Composes the configuration anew, as the same command with `changes`, which replace overrides of their keys.
+
+        Raises Hydra's and OmegaConf's errors for what cannot be composed.
+        """
+        overrides = [each for each in self.overrides if _key(each) not in changes]
+        overrides += [f"{key}={value}" for key, value in changes.items()]
+        inside = GlobalHydra.instance().is_initialized()
+        with nullcontext() if inside else initialize_config_dir(str(CONF), version_base="1.3"):
+            config = compose("config", overrides, return_hydra_config=True)
+        invocation = Invocation.of(config.hydra, self.run_dir)
+        with open_dict(config):
+            del config["hydra"]
+        return config, invocation
 
     @property
     def title(self) -> str:
         """The options that a reader wants to see first: those of the offload mode and the model."""
         return f"offload={self.choices['offload']} model={self.choices['model']}"
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]

@@ -16,7 +16,7 @@ from tests.training.helpers.modes import small_modes
 from tests.training.helpers.scripted import Scripted
 from training.errors import UserError
 from training.evaluation.samples import Samples
-from training.planning.plan import plan_only
+from training.planning.plan_only import plan_only
 from training.tasks import text_samples
 from training.tasks.causal_lm import CausalLM
 

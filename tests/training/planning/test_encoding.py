@@ -36,7 +36,7 @@ from training.planning.encoding import (
 )
 from training.planning.fit import MisfitError
 from training.planning.machine import machine_of
-from training.planning.plan import plan_only
+from training.planning.plan_only import plan_only
 from training.run.encoding import encode_missing
 
 NOISE_TASKS = ("sdxl", "pixart", "stable_diffusion")

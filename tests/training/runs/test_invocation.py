@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from tests.training.helpers.in_process import composed
+from tests.training.helpers.in_process import composed, conf_initialised
 from training.runs.invocation import Invocation
 
 
@@ -40,3 +41,15 @@ def test_nothing_else_reads_hydras_global():
         if "HydraConfig" in names:
             readers.add(str(path.relative_to(ROOT)))
     assert readers == {"training/runs/invocation.py", "training/sweeps/launcher.py"}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_same_command_is_composed_with_changes(tmp_path: Path, inside: bool):
+    _, invocation = composed("offload=bounce_linear", "++offload.slots=5", "batch_size=2", run_dir=tmp_path)
+    with conf_initialised() if inside else nullcontext():
+        config, changed = invocation.composed_with({"offload": "layer_stream", "batch_size": "4"})
+    assert config.offload._target_.endswith("LayerStream")
+    assert (config.offload.slots, config.batch_size) == (5, 4)
+    assert changed.overrides == ("++offload.slots=5", "offload=layer_stream", "batch_size=4")
+    assert changed.choices["offload"] == "layer_stream"
+    assert "hydra" not in config

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
 from training.data.hub_client import HubName
 from training.errors import UserError
-from training.planning.plan import plan_only
+from training.planning.plan_only import plan_only
 from training.weights.files import CONFIG_FILE, PATTERNS, SMALL_FILES, ModelWeights, weight_files_in
 
 

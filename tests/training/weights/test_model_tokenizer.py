@@ -17,7 +17,7 @@ from tests.training.helpers.in_process import TINY_RUN, components_of, composed,
 from tests.training.helpers.pretrained_folder import SIZES, save_pretrained, small_tokenizer
 from training.data.tokenizer import tokenizer_files
 from training.errors import UserError
-from training.planning.plan import plan_only
+from training.planning.plan_only import plan_only
 from training.weights.model_tokenizer import is_of_bytes, own_tokenizer
 
 TEXT = (*TINY_RUN, "dataset=text", "dataset.files=none.txt")
