@@ -17,7 +17,7 @@ CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant"
 
 def test_chats_have_facts_and_random_tokens_have_none(write, tmp_path: Path) -> None:
     config, _ = composed(
-        "dataset=chat", f"dataset.files={write('a.jsonl', json.dumps(CHAT))}", "dataset.tokenizer=null"
+        "dataset=chat", f"dataset.files={write('a.jsonl', json.dumps(CHAT))}", "dataset.tokenizer=null", "seq_len=256"
     )
     dataset = build_dataset(config, SimpleNamespace(vocab_size=300), tmp_path)
 
