@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape as html_escape
 
 from training.comparison.rows import EQUAL, REFERENCE, Row
+from training.comparison.samples import LastSample, last_samples
 from training.comparison.table import MISSING, NOTE, WORDS, cells, explanations
 from training.runs.files import LOSS_FIGURE, MEMORY_FIGURE, TIME_FIGURE
 from training.visible_text import visible
@@ -35,6 +36,7 @@ th { border-bottom: 2px solid #d1d9e0; vertical-align: bottom; white-space: norm
 .good { color: #1a7f37; font-weight: 600; }
 .bad { color: #cf222e; font-weight: 600; }
 figure { margin: 2rem 0; }
+pre { max-width: 100ch; white-space: pre-wrap; overflow-wrap: anywhere; }
 figure img { display: block; width: 100%; max-width: 800px; height: auto; }
 /* On a phone the figures come before the table. */
 @media (max-width: 700px) { main { display: flex; flex-direction: column; } .table { order: 1; } }
@@ -78,6 +80,7 @@ def to_html(rows: Sequence[Row], figures: dict[str, bytes], title: str, common: 
 </div>
 <div>
 {newline.join(_figure(png, CAPTIONS[file.partition(".")[0]]) for file, png in figures.items())}
+{newline.join(_sample(sample, names) for sample, names in last_samples(rows).items())}
 </div>
 </main>
 <h2>Runs</h2>
@@ -124,6 +127,13 @@ def _class(title: str, text: str = MISSING) -> str:
 def _figure(png: bytes, caption: str) -> str:
     image = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{escape(caption)}">'
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _sample(sample: LastSample, names: Sequence[str]) -> str:
+    made = f"{', '.join(names)}: {'equal samples' if names[1:] else 'a sample'} after step {sample.step}"
+    if sample.picture is not None:
+        return _figure(sample.picture, f"{made}. {sample.text}")
+    return f"<figure><pre>{html_escape(sample.text)}</pre><figcaption>{escape(made)}</figcaption></figure>"
 
 
 def _commands(row: Row) -> str:
