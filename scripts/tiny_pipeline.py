@@ -31,6 +31,7 @@ from PIL import Image, ImageDraw
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
+from models.quiet_imports import hide_bars
 from models.whole_folder import refuse_present
 from training.errors import UserError
 from training.runs import compose_errors, console
@@ -116,6 +117,7 @@ def main() -> None:
         raise UserError(str(error)) from None
     torch.manual_seed(0)
     pictures = draw(options.folder / "pictures", options.count)
+    hide_bars()
     pipeline_of(learnt_vae(pictures, options.vae_steps)).save_pretrained(options.folder / "pipeline")
     print(f"{options.folder}: pipeline, and {len(pictures)} pictures")
 

@@ -13,7 +13,7 @@ from torch import nn
 from models.json_files import read_object
 from models.lora_files import prefix_of
 from models.pipelines.encoded import INDEX
-from models.quiet_imports import without_remarks
+from models.quiet_imports import hide_bars, without_remarks
 
 
 def open_pipeline(
@@ -36,6 +36,7 @@ def open_pipeline(
         # Asked of its own class, diffusers does not load a network that it is given.
         index = read_object(folder / INDEX, "download the pipeline again")
         kind, given = getattr(diffusers, index["_class_name"]), {prefix_of(network): network, **parts}
+        hide_bars()
         if without_text_encoders:
             given |= {part: None for part in index if part.startswith("text_encoder")}
         try:

@@ -24,7 +24,7 @@ from models.json_files import read_object
 from models.library_dtypes import default_dtype, keep_float32, kept_by_diffusers
 from models.pipelines.encoded import INDEX
 from models.pipelines.recording import CPU
-from models.quiet_imports import without_remarks
+from models.quiet_imports import hide_bars, without_remarks
 
 PARTS = ("text_encoder", "vae")
 # Different numbers for different tokens, from 0 to 1.
@@ -45,6 +45,7 @@ def parts_without_values(
         for name in (name for name in index if name.startswith(prefixes) and index[name][0] is not None):
             library, kind = index[name]
             made = getattr(importlib.import_module(library), kind)
+            hide_bars()
             if library == "diffusers":
                 with torch.device("meta"), default_dtype(dtype):
                     parts[name] = made.from_config(made.load_config(folder / name))

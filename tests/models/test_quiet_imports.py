@@ -6,12 +6,13 @@ import logging
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from models import quiet_imports
-from models.quiet_imports import import_quantisers, without_remarks
+from models.quiet_imports import hide_bars, import_quantisers, remarks_collected, without_remarks
 from tests import ROOT
 
 LOUD = """
@@ -70,3 +71,28 @@ from models.hf import build_hf
 def test_models_and_adapters_are_made_without_a_word(program: str):
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("", "")
+
+
+def test_bars_of_libraries_are_hidden_but_not_those_of_downloads():
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers.utils import logging as of_transformers
+
+    of_transformers.enable_progress_bar()
+    try:
+        hide_bars()
+        assert not of_transformers.is_progress_bar_enabled()
+        assert not are_progress_bars_disabled()
+    finally:
+        of_transformers.enable_progress_bar()
+
+
+def test_what_libraries_log_is_collected_once_and_shown_again_afterwards():
+    logger = logging.getLogger("diffusers")
+    before = logger.handlers
+    with suppress(KeyError), remarks_collected() as remarks:
+        for number in (1, 1, 2):
+            logging.getLogger("diffusers.some.part").warning("%d is long", number)
+        logging.getLogger("transformers").warning("so is this")
+        raise KeyError
+    assert remarks == ["1 is long", "2 is long", "so is this"]
+    assert logger.handlers is before

@@ -4,10 +4,11 @@ A terminal gets a line for what is prepared, and a bar, which are redrawn in pla
 one for each logged step, without control characters. Everything goes to standard output.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,6 +23,14 @@ from training.metric_names import METRIC_KEYS, PLANNED, SUMMARY_KEYS, UNITS
 from training.runs.files import METRICS_FILE, SUMMARY_FILE, WANDB_FOLDER
 from training.visible_text import visible
 
+# The root, and those that conf/hydra/job_logging/train.yaml gives handlers.
+LOGGERS = (None, "training", "models", "offload")
+
+
+def _lines_above_bars() -> AbstractContextManager[None]:
+    """Has what is logged printed above a bar, of the loggers too that have handlers of their own."""
+    return logging_redirect_tqdm([logging.getLogger(name) for name in LOGGERS])
+
 
 @contextmanager
 def phase(text: str, *, stream: TextIO | None = None) -> Iterator[None]:
@@ -32,7 +41,7 @@ def phase(text: str, *, stream: TextIO | None = None) -> Iterator[None]:
         return
     with (
         tqdm(desc=text, file=stream, bar_format="{desc} ...", dynamic_ncols=True, leave=False),
-        logging_redirect_tqdm(),
+        _lines_above_bars(),
     ):
         yield
 
@@ -68,7 +77,7 @@ class Progress:
                 bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}",
             )
             # Log lines go above the bar rather than through it.
-            self._redirect.enter_context(logging_redirect_tqdm())
+            self._redirect.enter_context(_lines_above_bars())
 
     def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
         """Shows that `step` steps are done, and for a logged step the values of its `record`.

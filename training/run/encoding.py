@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
@@ -12,17 +13,22 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.nn.functional import interpolate
 
+from models.pipelines.calls import PROBE
 from models.pipelines.latents import check_normalisation, encoded
 from models.pipelines.opening import encoders_of
 from models.pipelines.recording import Recorder
 from models.pipelines.sampling import encoded_prompt
+from models.quiet_imports import remarks_collected
 from offload import Streams
 from training.data.captioned.dataset import LATENTS, MASK
 from training.errors import as_user_error
 from training.metrics.progress import phase
 from training.planning.encoding import PlannedEncoding, ToEncode, encoder_mode, opened
+from training.runs.files import LOG_FILE
 from training.settle.components import Components, acquired
 from training.tasks.pipeline_samples import sample_size
+
+logger = logging.getLogger(__name__)
 
 
 def encode_missing(dataset: object, components: Components, plan: PlannedEncoding | None = None) -> None:
@@ -46,16 +52,19 @@ def _encode(todo: ToEncode, components: Components, pipeline: Any, streams: Stre
     texts, vae = encoders_of(pipeline, network)
     recorder, calls = Recorder(pipeline, network, components.device), {}
     with _placed(texts, components.config, streams):
-        for size, call in todo.calls(recorder):
-            calls[size] = call
-            check_normalisation(recorder, vae, size)
-            # First: a later run looks for pictures, and not for this.
-            kept.write_call(call)
-        with phase(f"encoding {len(missing.captions)} captions"):
+        with remarks_collected() as asked_for:
+            for size, call in todo.calls(recorder):
+                calls[size] = call
+                check_normalisation(recorder, vae, size)
+                # First: a later run looks for pictures, and not for this.
+                kept.write_call(call)
+        # What was logged of a text that nobody gave is left out.
+        given = any(len(asked.prompts[0]) > len(PROBE) for asked in missing.captions.values())
+        with phase(f"encoding {len(missing.captions)} captions"), _cut_off_told(asked_for if given else ()):
             for key, asked in missing.captions.items():
                 kept.write(key, calls[asked.size].conditions(recorder.record(asked)))
-        for prompt in todo.prompts:
-            kept.write_prompt(prompt, encoded_prompt(recorder, prompt, sample_size(components.config)))
+            for prompt in todo.prompts:
+                kept.write_prompt(prompt, encoded_prompt(recorder, prompt, sample_size(components.config)))
     with _placed([vae], components.config, streams), phase(f"encoding {len(missing.pictures)} pictures"):
         for key, (picture, view) in missing.pictures.items():
             cropped = dataset.cropped(picture, view)
@@ -75,9 +84,25 @@ def encode_prompts(prompts: Sequence[str], components: Components) -> None:
     pipeline = opened(components)
     with as_user_error(f"model.source={model.folder}: "), acquired(components.device) as streams:
         recorder = Recorder(pipeline, model.network, components.device)
-        with _placed(encoders_of(pipeline, model.network)[0], components.config, streams):
+        with _cut_off_told(), _placed(encoders_of(pipeline, model.network)[0], components.config, streams):
             for prompt in missing:
                 kept.write_prompt(prompt, encoded_prompt(recorder, prompt, sample_size(components.config)))
+
+
+@contextmanager
+def _cut_off_told(before: Sequence[str] = ()) -> Iterator[None]:
+    """Warns once of texts that an encoder has cut off, whatever transformers and diffusers log of each of them.
+
+    `before` are their remarks from before the block.
+    """
+    with remarks_collected() as found:
+        yield
+    remarks = [*before, *found]
+    for remark in remarks:
+        # Goes to the log file only.
+        logging.info("%s", remark)
+    if any("truncated" in remark for remark in remarks):
+        logger.warning("texts are longer than a text encoder takes, and are cut off there: %s has which", LOG_FILE)
 
 
 @contextmanager
