@@ -15,6 +15,8 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig
 
+from training.config.cards import PRESETS
+
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FOLDER = CONF / "offload"
 RESIDENT = "none"
@@ -81,4 +83,6 @@ def is_group(name: str) -> bool:
 
 def options_of(group: str) -> list[str]:
     """Returns the names of the group's options in the order of the alphabet; none for what is no group."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return sorted(
+        {path.stem for path in (CONF / group).glob("*.yaml")} | (PRESETS.keys() if group == "hardware" else set())
+    )

@@ -20,6 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from offload import HostAdamW
 from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
 from training.config.adapter import has_adapter
+from training.config.cards import PRESETS
 from training.config.datasets import DATASETS
 from training.config.declare import Built, number, schema_of
 from training.config.modes import all_options
@@ -322,6 +323,8 @@ def register() -> None:
     for group, options in SCHEMAS.items():
         for name, schema in options.items():
             store.store(group=f"schema/{group}", name=name, node=schema)
+    for card in PRESETS:
+        store.store(group="hardware", name=card, node={"defaults": ["auto"]})
 
 
 def _with_adapter(adapter: str, whole: str, *, _root_: DictConfig) -> str:

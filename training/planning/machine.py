@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import statistics
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cache
@@ -34,8 +35,9 @@ from offload.planning import (
     measure_update_rate,
     usable_cores,
 )
+from training.config.cards import PRESETS
 from training.errors import UserError
-from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
+from training.profiling.hardware import datasheet_flops, describe_device, measured_bandwidth, peak_flops, vram_bytes
 from training.runs.bounded_files import UnreadableError, read_json
 from training.runs.files import write_whole
 from training.runs.records import is_number
@@ -61,25 +63,6 @@ OTHER_PLACE = "set XDG_CACHE_HOME to a directory that can be written"
 BOTH_SHARE = 0.9
 
 REQUIRED_KEYS = {"name", "host_gib", "h2d_gb_s", "d2h_gb_s", "both_gb_s", "update_gparams_s"}
-
-# By the option of `hardware`. The H200, with 16 cores, was measured with this repository (docs/log.md) but for three
-# estimates: fp32 is 57% of the data sheet's peak without TF32, copies on the device reach 4 of its 4.8 TB/s, and NVLink
-# 80% of 450 GB/s each way. The others are from data sheets: 60% of dense peaks, what PCIe 4 x16 usually reaches, 85 and
-# 90% of the memory's rate; hosts with 16 cores are assumed, and no NVLink.
-PRESETS: dict[str, dict[str, str | float]] = {
-    "h200": {
-        "name": "H200", "vram_gib": 139, "host_gib": 125, "h2d_gb_s": 55.2, "d2h_gb_s": 55.0, "both_gb_s": 50.4,
-        "bf16_tflops": 566, "fp32_tflops": 38, "update_gparams_s": 4.5, "device_gb_s": 4000, "links_gb_s": 360,
-    },
-    "a100": {
-        "name": "A100 80GB", "vram_gib": 79, "host_gib": 128, "h2d_gb_s": 25, "d2h_gb_s": 25, "both_gb_s": 22,
-        "bf16_tflops": 187, "fp32_tflops": 11.7, "update_gparams_s": 3.0, "device_gb_s": 1700,
-    },
-    "rtx4090": {
-        "name": "RTX 4090", "vram_gib": 23.5, "host_gib": 64, "h2d_gb_s": 25, "d2h_gb_s": 25, "both_gb_s": 21,
-        "bf16_tflops": 99, "fp32_tflops": 50, "update_gparams_s": 1.8, "device_gb_s": 900,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,7 +120,7 @@ def machine_of(components: Components) -> Machine:
     """
     config, device, option = components.config, components.device, components.invocation.choices["hardware"]
     if option in PRESETS:
-        return Machine(**PRESETS[option] | _given(config))
+        return preset(option, _given(config))
     found, known = kept(device), {field.name for field in fields(Machine)}
     if found is not None and not REQUIRED_KEYS <= found.keys() <= known:
         # Another version of the probe kept it.
@@ -151,7 +134,22 @@ def machine_of(components: Components) -> Machine:
     if is_mapped(config):
         # The disk is that of the files, and no property of the device.
         found |= {"disk_gb_s": disk_gb_s(largest_file(config, components.model))}
-    return Machine(**found | _given(config))
+    return _machine(found, _given(config))
+
+
+def preset(option: str, given: Mapping[str, float] | None = None) -> Machine:
+    """Returns the machine of an option of `hardware`, with the values in `given`; blocks reach 57% of data sheets."""
+    figures, given = PRESETS[option], given or {}
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        peak = datasheet_flops(str(figures["name"]), dtype)
+        figures = {f"{precision}_tflops": ACHIEVED_SHARE * peak / 1e12} | figures
+    return _machine(figures, given)
+
+
+def _machine(figures: Mapping[str, str | float], given: Mapping[str, float]) -> Machine:
+    """Returns the machine of `figures` where `given` does not replace them, which its source then names."""
+    changed = {"source": f"{figures['source']}; given: {', '.join(given)}"} if given else {}
+    return Machine(**figures | given | changed)
 
 
 def _given(config: DictConfig) -> dict[str, float]:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
+from training.config.cards import PRESETS
 from training.data.building import build_dataset, facts_of, has_facts
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
 from training.planning.encoding import planned_encoding
 from training.planning.fit import misfit
-from training.planning.machine import PRESETS, machine_of
+from training.planning.machine import machine_of
 from training.planning.plan import draw_timeline, plan_filled
 from training.profiling.hardware import resolve_device
 from training.runs.files import PLAN_PICTURE
@@ -23,7 +24,7 @@ from training.visible_text import visible
 from training.weights.files import ModelWeights
 from training.weights.model_tokenizer import tokenizer_is_here
 
-NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
+NO_GPU = "no GPU here: the CPU is planned for; hardware=rtx4090, or another of --help, plans for one"
 
 
 def plan_only(config: DictConfig, invocation: Invocation) -> dict:

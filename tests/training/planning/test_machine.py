@@ -11,11 +11,11 @@ import torch
 
 from tests import ROOT
 from tests.training.helpers.in_process import components_of
+from training.config.cards import ESTIMATED, PRESETS
 from training.errors import UserError
 from training.planning import machine as machine_module
 from training.planning.machine import (
     BOTH_SHARE,
-    PRESETS,
     Machine,
     disk_gb_s,
     keep,
@@ -61,7 +61,7 @@ def test_values_given_by_hand_replace_those_of_a_preset(precision: str):
 def test_values_that_the_probe_kept_are_used(hardware: str):
     keep(CPU, KEPT)
     machine = machine_of(components_of(f"hardware={hardware}", "hardware.host_gib=4"))
-    assert (machine.name, machine.source) == ("this one", "kept by the probe")
+    assert (machine.name, machine.source) == ("this one", "kept by the probe; given: host_gib")
     assert machine.host_gib == 4.0
     assert machine.flops_per_s(torch.float32) == 0.5e12
     assert (machine.bandwidth.h2d, machine.bandwidth.d2h, machine.bandwidth.both) == (10.0, 11.0, 6.0)
@@ -77,7 +77,15 @@ def test_values_of_another_version_are_measured_again(other: dict):
 def test_of_a_preset_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, option: str):
     monkeypatch.setattr(machine_module, "measured_in_short", lambda components: pytest.fail("measured"))
     machine = machine_of(components_of(f"hardware={option}"))
-    assert (machine.source, machine.name) == ("preset", PRESETS[option]["name"])
+    assert (machine.source, machine.name) == (PRESETS[option]["source"], PRESETS[option]["name"])
+    assert 30 < machine.bf16_tflops < 600
+    assert machine.fp32_tflops < machine.bf16_tflops
+    assert 10 < machine.both_gb_s < machine.h2d_gb_s < 60
+
+
+def test_what_is_given_is_named_beside_the_figures_of_a_preset():
+    machine = machine_of(components_of("hardware=rtx3090", "hardware.vram_gib=11.5"))
+    assert (machine.vram_gib, machine.source) == (11.5, f"{ESTIMATED}; given: vram_gib")
 
 
 def test_a_large_file_is_measured_and_a_small_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.simulated_streams import SimulatedStreams
 from scripts.workload import Blocks, build_mode
 from tests.training.helpers.in_process import components_of
-from training.planning.machine import PRESETS, Machine, machine_of
+from training.planning.machine import Machine, machine_of, preset
 from training.planning.plan import plan_run
 
 GB = 1e9
@@ -43,7 +43,7 @@ FULL_STEPS = [("inside", 807.2), ("at the end", 1231.1)]
 
 @pytest.fixture(scope="module")
 def h200() -> Machine:
-    return Machine(**PRESETS["h200"])
+    return preset("h200")
 
 
 @pytest.fixture

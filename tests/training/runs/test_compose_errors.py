@@ -23,8 +23,8 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("optimizer.eps=fast", "optimizer.eps=fast: must be a number"),
         ("adapter=qlora", "adapter=qlora: there is no such option: write adapter=lora quantize=nf4"),
         (
-            "hardware=rtx3090",
-            "hardware=rtx3090: there is no such option; choose from a100, auto, h200, measured",
+            "hardware=rtx2080",
+            "hardware=rtx2080: there is no such option; choose from a100, a6000, auto, h100, h200, l40s, measured",
         ),
         ("plan", "plan: is not KEY=VALUE: write plan=true"),
         ("plan=perhaps", "plan=perhaps: must be true or false"),
