@@ -24,7 +24,7 @@ def test_chats_have_facts_and_random_tokens_have_none(write, tmp_path: Path) -> 
     assert has_facts(config)
     assert facts_of(dataset)["chats to train on"] == "1; 0 to evaluate on"
 
-    config, _ = composed("dataset=synthetic")
+    config, _ = composed("dataset=synthetic", "seq_len=256")
     dataset = build_dataset(config, SimpleNamespace(vocab_size=300), tmp_path)
     assert not has_facts(config)
     assert facts_of(dataset) == {}
@@ -32,6 +32,6 @@ def test_chats_have_facts_and_random_tokens_have_none(write, tmp_path: Path) -> 
 
 
 def test_random_tokens_for_a_model_of_images_are_refused(tmp_path: Path) -> None:
-    config, _ = composed("dataset=synthetic")
+    config, _ = composed("dataset=synthetic", "seq_len=256")
     with pytest.raises(UserError, match=r"dataset.vocab_size=null: SimpleNamespace has no vocabulary"):
         build_dataset(config, SimpleNamespace(), tmp_path)

@@ -61,6 +61,7 @@ def test_losses_are_equal_under_each_mode_and_encoders_run_once(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_on_a_gpu_losses_and_samples_are_equal(name: str, pipeline_of, pictures: Path, tmp_path: Path):
     overrides = [*given(name, pipeline_of(name), pictures), "device=cuda", "precision=bf16", "task.sample_steps=2"]
