@@ -31,7 +31,7 @@ p, figcaption { color: #59636e; max-width: 100ch; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
 th, td { padding: 0.3rem 0.5rem; border-bottom: 1px solid #d1d9e0; text-align: right; white-space: nowrap; }
 th { border-bottom: 2px solid #d1d9e0; vertical-align: bottom; white-space: normal; }
-.word { text-align: left; white-space: normal; min-width: 4rem; overflow-wrap: anywhere; }
+.word { text-align: left; white-space: normal; min-width: 5.5rem; overflow-wrap: anywhere; }
 .name { min-width: 9rem; }
 .good { color: #1a7f37; font-weight: 600; }
 .bad { color: #cf222e; font-weight: 600; }

@@ -11,7 +11,8 @@ VRAM = "memory/vram_peak_gib"
 
 def test_memory_is_that_of_the_row_with_the_least_beside_its_reference(write_run):
     write_run("none", step_ms=100.0, memory__vram_peak_gib=30.0)
-    assert memory_finding(write_run.rows(), VRAM) == "Step time against memory"
+    assert memory_finding(write_run.rows(), VRAM) == "none takes the least memory and the least time"
+    assert memory_finding(2 * write_run.rows(), VRAM) == "Step time against memory"
     write_run("layer_stream", step_ms=102.0, memory__vram_peak_gib=6.0)
     none, stream = write_run.rows()
     assert memory_finding([stream, none], VRAM) == "layer_stream: 0.20 of the memory and 1.02 of the step time of none"
