@@ -95,12 +95,14 @@ def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
 
 
 def in_common(runs: Sequence[Run]) -> list[str]:
-    """Returns GROUP=OPTION and KEY=VALUE of the options and top-level keys that are the same in all `runs`."""
+    """Returns GROUP=OPTION and KEY=VALUE of the options, top-level keys and source that are the same in all `runs`."""
     values = all_settings(runs)
     options = _shared([_options(run, own) for run, own in zip(runs, values, strict=True)])
     shared = [f"{group}={option}" for group, option in options.items() if group != "offload"]
     shared += [
-        f"{key}={_written(value)}" for key, value in _shared(values).items() if "." not in key and key not in options
+        f"{key}={_written(value)}"
+        for key, value in _shared(values).items()
+        if key == "model.source" or ("." not in key and key not in options)
     ]
     return [shortened(text, LONGEST_NAME) for text in shared]
 

@@ -223,7 +223,7 @@ def tell_apart(jobs: Sequence[SweepJob], configs: Sequence[DictConfig], sweep_di
         runs.append(Run(job.directory, "running", config=values, choices=choices))
     labels = {id(run): row.name for row in build_rows(runs) for run in row.runs}
     for job, run in zip(jobs, runs, strict=True):
-        job.environment = {SWEEP_LABEL_VARIABLE: labels[id(run)]}
+        job.environment = {SWEEP_LABEL_VARIABLE: visible(labels[id(run)])}
         if "WANDB_DIR" not in os.environ:
             job.environment["WANDB_DIR"] = str(sweep_dir.absolute())
 

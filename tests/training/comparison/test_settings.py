@@ -11,7 +11,7 @@ import pytest
 from tests.training.helpers.in_process import composed
 from training.comparison.rows import Row, build_rows
 from training.comparison.runs import find_runs
-from training.comparison.settings import UPDATE_RULE
+from training.comparison.settings import UPDATE_RULE, in_common
 from training.config.modes import mode_options
 from training.config.schema import SCHEMAS
 from training.runs.directory import RunDirectory
@@ -185,3 +185,11 @@ def test_a_run_without_hardware_joins_the_others_if_they_used_one_device(write_r
     write_run("none", seed=0, hardware={"device": device})
     write_run("none", seed=1, status="failed", reason="lr", losses=None)
     assert [len(row.runs) for row in rows(write_run).values()] == [2]
+
+
+def test_what_is_the_same_in_all_runs_has_the_source_of_the_model(write_run):
+    for slots in (2, 3):
+        write_run("layer_stream", knobs={"slots": slots}, top={"model": {"source": "Qwen/Qwen3-8B"}})
+    found = in_common(find_runs([write_run.folder]))
+    assert {"model=tiny", "model.source=Qwen/Qwen3-8B", "batch_size=8"} <= {*found}
+    assert not any(text.startswith(("offload", "optimizer.")) for text in found)
