@@ -1,7 +1,7 @@
 """The page of `python train.py --help`: its text, the offload modes, and the keys of a chosen option.
 
 conf/hydra/help/train.yaml asks for the text as `${page:}`. That is conf/hydra/help/train.txt with its interpolations
-filled in; among them are `${modes:}` and `${knobs:GROUP}`, which follow from the code.
+filled in; among them are `${modes:}`, `${knobs:GROUP}` and `${given:}`, which follow from the code and from conf/.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,8 @@ from training.config.schema import SCHEMAS
 
 WIDTH = 120
 PAGE = CONF / "hydra" / "help" / "train.txt"
+# The groups whose keys every page has, explained by the docstrings of their classes.
+ALWAYS = ("offload", "adapter", "task", "optimizer")
 # The value of a key, in the brackets behind its explanation.
 VALUE = re.compile(r"\[\$\{([\w.]+)\}\]")
 
@@ -29,6 +32,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("page", page, replace=True)
     OmegaConf.register_new_resolver("modes", modes, replace=True)
     OmegaConf.register_new_resolver("knobs", knobs, replace=True)
+    OmegaConf.register_new_resolver("given", given, replace=True)
 
 
 def page(_root_: DictConfig) -> str:
@@ -49,22 +53,52 @@ def modes() -> str:
 
 def knobs(group: str, _root_: DictConfig) -> str:
     """Returns the keys of the option of `group` that is chosen, each with its explanation and its value."""
-    rows = list(_rows(_root_[group], group))
+    rows = list(_rows(_root_[group], group, str(_root_.hydra.runtime.choices[group])))
     width = max((len(key) for key, _ in rows), default=0) + 2
     return "\n".join(_wrapped(f"  {key:{width}}", text) for key, text in rows).lstrip() or f"{group}: no keys"
 
 
-def _rows(node: DictConfig, key: str) -> Iterator[tuple[str, str]]:
-    schema = OmegaConf.get_type(node)
-    if schema not in SCHEMAS[key.partition(".")[0]].values():
+def given(_root_: DictConfig) -> str:
+    """Returns the keys of each further group of which the command line chooses an option, and what experiments set."""
+    named = [override.partition("=")[0] for override in _root_.hydra.overrides.task]
+    shown = [knobs(group, _root_) for group in SCHEMAS if group in named and group not in ALWAYS]
+    if "experiment" in named:
+        name = _root_.hydra.runtime.choices.experiment
+        text = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("# @package")]
+        shown.append("\n".join((f"experiment={name}", *(f"    {line}" for line in lines))).replace("$", "$$"))
+    return "\n  ".join(shown)
+
+
+def _rows(node: DictConfig, key: str, option: str) -> Iterator[tuple[str, str]]:
+    schema, group = OmegaConf.get_type(node), key.partition(".")[0]
+    if schema not in SCHEMAS[group].values():
         return
-    # An adapter is explained where its keys are: one of them is no argument of its class.
-    explained = explanations(schema) or (explanations(get_class(schema._target_)) if "_target_" in node else {})
-    for name, value in node.items():
-        if OmegaConf.is_dict(value):
-            yield from _rows(value, f"{key}.{name}")
+    if group in ALWAYS:
+        # An adapter is explained where its keys are: one of them is no argument of its class.
+        explained = explanations(schema) or (explanations(get_class(schema._target_)) if "_target_" in node else {})
+    else:
+        explained = _comments(CONF / group / f"{option}.yaml")
+    for name in node:
+        value = "required" if OmegaConf.is_missing(node, name) else node[name]
+        if OmegaConf.is_dict(value) and OmegaConf.get_type(value) in SCHEMAS[group].values():
+            yield from _rows(value, f"{key}.{name}", option)
         elif not name.startswith("_"):
             yield f"{key}.{name}", f"{explained.get(name, '')} [{_shown(value)}]".strip()
+
+
+def _comments(path: Path) -> dict[str, str]:
+    """Returns the comment above each key of an option's file; of keys that share one, the first has it."""
+    found: dict[str, str] = {}
+    comment: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        if line.startswith("#"):
+            comment.append(line.lstrip("# "))
+        else:
+            if name := re.match(r"\w+(?=:)", line):
+                found[name[0]] = " ".join(comment)
+            comment = []
+    return found
 
 
 def _shown(value: object) -> str:

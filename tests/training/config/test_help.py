@@ -8,7 +8,7 @@ from hydra import compose
 from offload.knobs import explanations
 from tests.training.helpers.in_process import conf_initialised
 from training.config import help, schema
-from training.config.modes import ModeOption, mode_options
+from training.config.modes import CONF, ModeOption, mode_options
 from training.sweeps import launcher
 
 schema.register()
@@ -18,7 +18,7 @@ launcher.register_launcher()
 
 def knobs(group: str, *overrides: str) -> str:
     with conf_initialised():
-        return help.knobs(group, compose("config", list(overrides)))
+        return help.knobs(group, compose("config", list(overrides), return_hydra_config=True))
 
 
 def test_the_page_has_the_values_of_the_configuration():
@@ -93,3 +93,46 @@ def test_adapters_explain_their_keys(name: str):
 def test_no_line_is_too_long():
     for option in mode_options():
         assert all(len(line) <= help.WIDTH for line in knobs("offload", f"offload={option}").splitlines())
+
+
+OPTIONS = [
+    (path.parent.name, path.stem)
+    for path in sorted(CONF.glob("*/*.yaml"))
+    if path.parent.name in schema.SCHEMAS and path.parent.name not in help.ALWAYS
+]
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [pytest.param(*each, marks=[] if each[1] in ("hf", "chat", "cosine") else pytest.mark.slow) for each in OPTIONS],
+)
+def test_an_option_of_any_group_that_is_named_has_its_keys_on_the_page(group: str, option: str):
+    overrides = [f"{group}={option}"]
+    if group == "model":
+        overrides.append("offload=none")
+    with conf_initialised():
+        config = compose("config", overrides, return_hydra_config=True)
+        page, whole = help.given(config), help.page(config)
+    keys = [key for key in config[group] if not key.startswith("_")]
+    assert all(f"{group}.{key} " in page for key in keys)
+    assert page in whole
+    assert all(len(line) <= help.WIDTH for line in page.splitlines())
+
+
+def test_keys_are_explained_by_the_comments_of_the_options_file():
+    page = " ".join(knobs("dataset", "dataset=chat").split())
+    assert "dataset.train_on assistant: every turn of the assistant, as the template marks them" in page
+    assert "else found by comparing texts. last: the last of them. all: every token. [assistant]" in page
+    assert "dataset.split [train]" in page
+
+
+def test_an_experiment_shows_what_it_sets():
+    with conf_initialised():
+        config = compose("config", ["experiment=quickstart"], return_hydra_config=True)
+    assert "experiment=quickstart\n" in help.given(config)
+    assert f"    steps: {config.steps}" in help.given(config)
+
+
+def test_what_nobody_names_has_no_keys_on_the_page():
+    with conf_initialised():
+        assert help.given(compose("config", ["offload=none", "seed=3"], return_hydra_config=True)) == ""
