@@ -9,6 +9,7 @@ if __name__ == "__main__":
     starting.refuse_foreign_python()
     starting.end_on_interrupt()
     starting.expand_segments()
+    starting.end_soon()
 
 import hydra
 from omegaconf import DictConfig

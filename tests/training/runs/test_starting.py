@@ -125,3 +125,13 @@ def test_the_setting_is_in_force_on_a_gpu(start: str):
     command = [sys.executable, "-c", f"{start}; {SHOW}"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert shown.stdout == "[True]\n"
+
+
+def test_the_last_that_is_due_at_the_end_spares_the_collections():
+    """Of the interpreter, which come after it."""
+    late = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()))"
+    early = late.replace("import atexit, gc; ", "")
+    program = f"import atexit, gc; {early}; from training.runs import starting; starting.end_soon(); {late}"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    before, after = map(int, ended.stdout.split())
+    assert before == 0 < after
