@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from hydra.errors import InstantiationException
@@ -28,6 +29,7 @@ from offload import (
     recompute,
     release,
 )
+from offload.knobs import GIB
 from offload.planning import PlannedSharers, StateFormat, can_be_undone
 from offload.sharing import NO_SHARERS, Sharers
 from training.config.adapter import NoAdapter, has_adapter
@@ -244,9 +246,14 @@ def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHA
 
     `sharers` share the homes of what streams. Raises MemoryError if the host has too little memory.
     """
+    start = perf_counter()
     with phase("allocating and page-locking memory"):
         options = replace(components.options, sharers=sharers)
         found = components.mode.attach(components.model, streams, options)
+    seconds, locked = perf_counter() - start, found.counters().host_pinned_bytes / GIB
+    # Less takes less than a second.
+    if locked >= 1:
+        print(f"page-locked {locked:,.1f} GiB of host memory in {seconds:,.1f} s, {locked / seconds:,.1f} GiB/s")
     try:
         # After the mode has attached, so that the recompute has its weights in place too.
         undo = recompute(components.recomputed_blocks)

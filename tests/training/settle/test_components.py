@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from models.llama import Llama
+from offload.modes.mode import Attached
 from offload.optimizer.adamw import HostAdamW
 from offload.streams import registry
+from offload.streams.counters import Counters
 from tests.test_any_model import GPT2
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.config.modes import mode_options
@@ -18,7 +20,7 @@ from training.errors import UserError
 from training.optim import AdamW
 from training.planning.dry_step import dry_step
 from training.runs.records import read_metrics
-from training.settle.components import Components, acquired
+from training.settle.components import Components, acquired, attached
 
 MODES = sorted(mode_options())
 TIED = "model.tie_word_embeddings=true"
@@ -122,6 +124,16 @@ def test_updates_begin_early_where_nothing_must_be_known_of_all_gradients(overri
 def test_what_does_not_fit_the_model_is_refused(overrides: tuple[str, ...], message: str):
     with pytest.raises(UserError, match=message):
         components_of(*TINY_RUN, *overrides)
+
+
+def test_page_locking_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    components = components_under("layer_stream")
+    times = iter([1.0, 5.0])
+    monkeypatch.setattr("training.settle.components.perf_counter", lambda: next(times))
+    monkeypatch.setattr(Attached, "counters", lambda _: Counters(host_pinned_bytes=12 * 2**30))
+    with acquired(components.device) as streams, attached(components, streams):
+        pass
+    assert capsys.readouterr().out == "page-locked 12.0 GiB of host memory in 4.0 s, 3.0 GiB/s\n"
 
 
 def test_streams_are_released_after_an_error():
