@@ -11,6 +11,7 @@ from torch import Tensor
 
 from training.batches import Batch, sha256_of
 from training.checkpoints.state import RunState, digest_of_all
+from training.metrics.core_waits import CoreWaits
 from training.metrics.progress import Progress
 from training.metrics.run_summary import FIRST_LOSS, RunSummary
 from training.run.build import Job
@@ -55,6 +56,7 @@ class Recorder:
         # The loss of the first step, until it is recorded.
         self._first_loss: Tensor | None = None
         self._save_ms: list[float] = []
+        self._core_waits = CoreWaits()
 
     def start_step(self, step: int, units: int) -> None:
         """Starts the timer of `step`, which trains on `units` tokens, say, and the profiler if it is to be traced."""
@@ -147,6 +149,7 @@ class Recorder:
 
     def finish(self, steps: int, status: str, reason: str | None = None) -> dict:
         """Writes and returns the summary of a run that ends well after `steps` steps."""
+        self._core_waits.warn()
         job, mode = self._job, self._job.components.mode
         summary = {"status": status, "reason": reason}
         if notes := job.components.settled.notes:
