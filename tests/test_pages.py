@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -34,12 +35,23 @@ def test_the_loop_of_your_own_has_the_losses_of_a_resident_model(tmp_path: Path,
     assert registry.holders("cpu") == 0
 
 
-def test_the_commands_of_the_sweep_compose():
-    for arguments in commands(DOCS / "paper_sweep.md"):
+@pytest.mark.parametrize("page", ["8b_on_a_4090", "paper_sweep"])
+def test_the_commands_compose(page: str):
+    for arguments in commands(DOCS / f"{page}.md"):
         alone = [argument for argument in arguments if argument != "-m"]
         ended = command_here(*alone, "--cfg", "job")
         assert ended.returncode == 0, ended.stderr
         assert "seed: 0" in ended.stdout
+
+
+@pytest.mark.slow
+def test_the_plans_of_the_8b_model_fit(tmp_path: Path):
+    plans = [arguments for arguments in commands(DOCS / "8b_on_a_4090.md") if "plan=true" in arguments]
+    assert len(plans) == 3
+    for number, arguments in enumerate(plans):
+        ended = command_here(*arguments, "tracking=disabled", f"hydra.run.dir={tmp_path / str(number)}")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert json.loads((tmp_path / str(number) / "summary.json").read_text())["reason"] is None
 
 
 @pytest.mark.slow
