@@ -11,8 +11,8 @@ usage: scripts/run.sh CMD [ARG ...]
   scripts/run.sh pytest                # the whole suite, on all cores
   scripts/run.sh pytest tests/models   # a folder of it, or a file
 
-Makes .venv in the repository's root if it is missing, installs requirements.txt if that file changed (for pytest and
-ruff requirements-dev.txt, which includes it), and runs CMD in the root. Needs Python 3.11, 3.12 or 3.13; PYTHON=/path/to/python chooses one.
+Makes .venv in the repository's root if it is missing, installs requirements.txt if that file changed (for pytest, ruff
+and pdoc requirements-dev.txt, which includes it), and runs CMD in the root. Needs Python 3.11, 3.12 or 3.13; PYTHON=/path/to/python chooses one.
 USAGE
 }
 
@@ -79,7 +79,7 @@ case "${1:-}" in
 esac
 # What the command needs: requirements.txt, or requirements-dev.txt, which includes it.
 case "$*" in
-    pytest* | ruff* | *"-m pytest"* | *"-m tests"*) kind=-dev ;;
+    pytest* | ruff* | pdoc* | *"-m pytest"* | *"-m tests"*) kind=-dev ;;
     *) kind="" ;;
 esac
 

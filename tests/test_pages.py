@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +54,20 @@ def test_the_plans_of_the_8b_model_fit(tmp_path: Path):
         ended = command_here(*arguments, "tracking=disabled", f"hydra.run.dir={tmp_path / str(number)}")
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert json.loads((tmp_path / str(number) / "summary.json").read_text())["reason"] is None
+
+
+@pytest.mark.slow
+def test_the_pages_of_the_api_have_every_public_name(tmp_path: Path):
+    pytest.importorskip("pdoc")
+    line = re.search(r"^scripts/run\.sh (pdoc .*)$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)[1]
+    command = shlex.split(line, comments=True)
+    command[command.index("api")] = str(tmp_path)
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    for module in command[command.index(str(tmp_path)) + 1 :]:
+        page = (tmp_path / f"{module.replace('.', '/')}.html").read_text()
+        for name in importlib.import_module(module).__all__:
+            assert f'id="{name}"' in page
 
 
 @pytest.mark.slow
