@@ -40,6 +40,7 @@ def main(config: DictConfig) -> None:
     run_dir = invocation.run_dir
     with refusals_reported(), locked(run_dir), failures_recorded(run_dir) as directory:
         directory.propose(config, invocation)
+        invocation.refuse_unswept()
         check_presence(config)
         world = World.of_environment()
         settle_devices(config, world, invocation.overridden)

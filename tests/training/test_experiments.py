@@ -14,12 +14,12 @@ from omegaconf import DictConfig, open_dict
 
 from offload.optimizer.formats import STATE_DTYPES
 from tests import ROOT
-from tests.training.helpers.in_process import conf_initialised, run_here
+from tests.training.helpers.in_process import command_here, conf_initialised, run_here
 from training.config import schema
 from training.config.modes import mode_options
 from training.config.validation import check
 from training.data.chats.chat import Chats
-from training.runs.files import SAMPLES_FILE
+from training.runs.files import PLAN_FILE, SAMPLES_FILE
 from training.sweeps import launcher
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -96,7 +96,7 @@ def test_the_largest_model_is_searched_by_plans_of_every_size_of_the_states():
 
 
 @pytest.mark.parametrize(
-    "overrides", [("fit_7b_24gib", "seq_len=64", "schedule.warmup=1"), ("long_context", "seq_len=2048")]
+    "overrides", [("exact_7b_24gib", "seq_len=64", "schedule.warmup=1"), ("long_context", "seq_len=2048")]
 )
 @pytest.mark.slow
 def test_a_large_experiment_trains_when_it_is_made_small(tmp_path: Path, overrides: tuple[str, ...]):
@@ -106,6 +106,31 @@ def test_a_large_experiment_trains_when_it_is_made_small(tmp_path: Path, overrid
     assert (summary["status"], summary["steps"]) == ("ok", 3)
     assert summary["transfer/h2d_gib"] > 0
     assert summary["transfer/d2h_gib"] > 0
+
+
+@pytest.mark.parametrize(
+    ("experiment", "card"),
+    [("full_8b_24gib", ()), ("lora_8b_24gib", ()), ("lora_8b_12gib", ("hardware.vram_gib=11.5",))],
+)
+@pytest.mark.slow
+def test_an_8b_model_fits_a_desktop(tmp_path: Path, experiment: str, card: tuple[str, ...]):
+    job = (f"experiment={experiment}", "hardware=rtx4090", *card, "plan=true", f"hydra.run.dir={tmp_path}")
+    result = command_here(*job)
+    assert result.returncode == 0, result.stderr
+    plan = json.loads((tmp_path / PLAN_FILE).read_text())
+    assert plan["fits"] == {"vram_budget": True, "host_budget": True}
+    assert plan["parameters"] > 8e9
+    # README has the tokens/s.
+    tokens = 4 * 2048 if experiment.startswith("full") else 16 * 2048
+    assert 1500 < tokens / plan["step_ms"] * 1e3 < 2100
+
+
+def test_an_experiment_that_is_a_sweep_says_so_without_m(tmp_path: Path):
+    refused = command_here("experiment=offload_ablation", f"hydra.run.dir={tmp_path}")
+    assert refused.returncode == 1
+    (line,) = refused.stderr.splitlines()
+    swept = "experiment=offload_ablation: is a sweep over offload, recompute, seed"
+    assert line == f"error: {swept}: add -m, or give offload=VALUE for one run"
 
 
 def test_the_chats_that_are_shipped_are_few_and_short():

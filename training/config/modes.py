@@ -83,6 +83,5 @@ def is_group(name: str) -> bool:
 
 def options_of(group: str) -> list[str]:
     """Returns the names of the group's options in the order of the alphabet; none for what is no group."""
-    return sorted(
-        {path.stem for path in (CONF / group).glob("*.yaml")} | (PRESETS.keys() if group == "hardware" else set())
-    )
+    cards = PRESETS if group == "hardware" else ()
+    return sorted({*cards, *(path.stem for path in (CONF / group).glob("*.yaml"))})

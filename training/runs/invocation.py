@@ -13,15 +13,20 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from training.config.modes import CONF
+from training.errors import UserError
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """The directory of a run, the option chosen in each configuration group, and the overrides as they were given."""
+    """The directory of a run, the option chosen in each configuration group, and the overrides as they were given.
+
+    `swept` are the keys that the experiment sweeps over.
+    """
 
     run_dir: Path
     choices: Mapping[str, str | None]
     overrides: tuple[str, ...] = ()
+    swept: tuple[str, ...] = ()
 
     @classmethod
     def current(cls) -> Invocation:
@@ -34,12 +39,20 @@ class Invocation:
         """Reads the node `hydra` of a composed configuration."""
         # Not resolved: an override may refer to a key that does not exist, which is refused later.
         choices = OmegaConf.to_container(hydra.runtime.choices, resolve=False)
-        return cls(run_dir, choices, tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False)))
+        overrides = tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False))
+        return cls(run_dir, choices, overrides, tuple(OmegaConf.select(hydra, "sweeper.params") or ()))
 
     @property
     def overridden(self) -> set[str]:
         """The keys and groups that the command line sets, without the `+` and `~` that it may write before them."""
         return set(map(_key, self.overrides))
+
+    def refuse_unswept(self) -> None:
+        """Raises UserError for an experiment that is a sweep, started without -m and with no key of the sweep."""
+        if self.swept and not self.overridden.intersection(self.swept):
+            name, first = self.choices["experiment"], self.swept[0]
+            found = f"experiment={name}: is a sweep over {', '.join(self.swept)}"
+            raise UserError(f"{found}: add -m, or give {first}=VALUE for one run")
 
     def composed_with(self, changes: Mapping[str, str]) -> tuple[DictConfig, Invocation]:
         """Composes the configuration anew, as the same command with `changes`, which replace overrides of their keys.

@@ -118,7 +118,7 @@ def test_a_budget_that_finds_itself(h200: Machine):
 @pytest.mark.slow
 def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_out):
     # Measured with float32 masters, which are 2 bytes a parameter more, and gradients that were kept.
-    job = ("experiment=fit_7b_24gib", "dataset=synthetic", "hardware=h200")
+    job = ("experiment=exact_7b_24gib", "dataset=synthetic", "hardware=h200")
     job += ("optimizer.gradients=keep",)
     components = components_of(*job, *overrides)
     plan = plan_run(components, machine_of(components), has_gpu=True)

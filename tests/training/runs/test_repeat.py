@@ -15,7 +15,7 @@ from training.runs.repeat import repeated
 
 SWAPS = ("offload=layer_stream_swap", "offload.weights.slots=3", "offload.budget=8GiB", "resume=auto")
 TEXT = ("dataset=text", r"dataset.files='a\ b\'s \${x} \\\${y},=.txt'", "tracking.tags=['null','1','a,b']", "epochs=2")
-LARGE = ("experiment=fit_7b_24gib", "model.vocab_size=777", "dataset=synthetic", "optimizer.lr=3e-7")
+LARGE = ("experiment=exact_7b_24gib", "model.vocab_size=777", "dataset=synthetic", "optimizer.lr=3e-7")
 
 FREE = (
     "model=hf",
