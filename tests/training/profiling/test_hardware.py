@@ -212,7 +212,10 @@ def test_a_measured_gpu_stays_below_its_datasheet_and_frees_its_memory(dtype):
     measured = hardware._measured_flops(device, dtype)
     datasheet = hardware.datasheet_flops(torch.cuda.get_device_name(device), dtype)
     if datasheet is not None:
-        assert 0.4 * datasheet < measured < 1.05 * datasheet
+        assert measured < 1.05 * datasheet
+        # Other tests on the same card take its time.
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            assert measured > 0.4 * datasheet
     # cuBLAS retains a workspace of some MiB.
     assert torch.cuda.memory_reserved(device) <= reserved_bytes + 64 * 2**20
 
