@@ -47,8 +47,8 @@ def draw(folder: Path, count: int) -> Tensor:
     numbers, pictures = random.Random(0), []
     for index in range(count):
         colour, shape = COLOURS[index % len(COLOURS)], SHAPES[index % len(SHAPES)]
-        picture, edge = Image.new("RGB", (SIZE, SIZE), "white"), numbers.randint(12, 20)
-        left, top = (numbers.randint(2, SIZE - 2 - edge) for _ in range(2))
+        picture, edge = Image.new("RGB", (SIZE, SIZE), "white"), numbers.randint(18, 22)
+        left, top = ((SIZE - edge) // 2 + numbers.randint(-2, 2) for _ in range(2))
         box, pen = (left, top, left + edge, top + edge), ImageDraw.Draw(picture)
         if shape == "triangle":
             pen.polygon([(left + edge // 2, top), (left, top + edge), (left + edge, top + edge)], colour)
