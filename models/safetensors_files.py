@@ -4,19 +4,23 @@ The library's own writer needs all tensors of a file on the host at once. Here h
 memory, and device tensors through one small piece of host memory.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.quantise import values_of
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 PIECE_BYTES = 64 * 2**20
 DTYPE_NAMES = {
@@ -53,6 +57,9 @@ def open_file(file: Path) -> safe_open:
     if file.exists() and not file.is_file():
         # The library would wait at a pipe without end.
         raise ValueError(f"{file} is not a file: download the checkpoint again")
+    # Not at the top: composing imports the tasks, and these import this file.
+    from safetensors import SafetensorError, safe_open
+
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from models.pipelines.calls import NetworkCall
@@ -45,10 +44,15 @@ class EncodedFolder:
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Keeps tensors by their names."""
+        # Not at the top: composing imports the tasks, and these import this file.
+        from safetensors.torch import save
+
         _write(self._file(key), save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
 
     def read(self, key: str) -> dict[str, Tensor]:
         """Returns what `write` was given, on the CPU."""
+        from safetensors.torch import load_file
+
         return load_file(self._file(key))
 
     def write_prompt(self, prompt: str, encoded: Sequence[Any]) -> None:

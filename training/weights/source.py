@@ -14,7 +14,6 @@ from models.diffusion_files import PIPELINE_FILE, SCHEDULER_FILE, scheduler_file
 from training.config.declare import AUTO
 from training.data.hub_client import HubName
 from training.errors import UserError, as_user_error
-from training.metrics.progress import phase
 from training.runs.files import home_expanded
 from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, weight_files_in
 
@@ -41,6 +40,9 @@ def local_source(given: str) -> str:
     cached = hub.cached_folder(CONFIG_FILES)
     if cached is not None and any((cached / file).is_file() for file in CONFIG_FILES):
         return str(cached)
+    # Not at the top: the tasks, whose keys every command reads, import this file.
+    from training.metrics.progress import phase
+
     with phase("downloading the model's configuration"):
         if part_of(hub.files(KEY)) is None:
             raise hub.lacks(KEY, f"{CONFIG_FILE}: choose one that has")
