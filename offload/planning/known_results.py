@@ -30,14 +30,15 @@ def known_or_computed(function: Callable, args: Sequence[Any], kwargs: Mapping[s
     key = _key(function, arguments)
     if key is None:
         return function(*args, **kwargs)
-    known = _KNOWN.get(key)
-    if known is None:
+    if key not in _KNOWN:
         given = list(tensors_in(arguments))
         before = [storage_address(tensor.untyped_storage()) for tensor in given]
         result = function(*args, **kwargs)
-        if key not in _KNOWN:
-            _KNOWN[key] = _recipe(result, given, before, key == _key(function, arguments))
+        _KNOWN[key] = _recipe(result, given, before, key == _key(function, arguments))
         return result
+    known = _KNOWN[key]
+    if known is None:
+        return function(*args, **kwargs)
     if isinstance(known, int):
         return list(tensors_in(arguments))[known]
     single, shapes = known
