@@ -20,7 +20,7 @@ from offload.activations.checkpointing import recompute
 from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
-from offload.planning.simulated_streams import PlannedSharers, SimulatedStreams
+from offload.planning.simulated_streams import Bandwidth, PlannedSharers, SimulatedStreams
 from offload.sharing.sharers import NO_SHARERS
 from offload.streams.stream_checker import CheckedStreams
 from offload.torch_private.block_attributes import restore
@@ -201,7 +201,7 @@ def dry_run_forwards(
     model: nn.Module,
     forwards: Sequence[Callable[[], object]],
     *,
-    timed: SimulatedStreams,
+    timed: SimulatedStreams | None = None,
     on_gpu: bool = True,
     options: AttachOptions = NO_OPTIONS,
 ) -> ForwardRun:
@@ -209,8 +209,10 @@ def dry_run_forwards(
 
     The model is on the meta device, and left as it was found. The host waits for each result before the next call, as a
     sampler does that looks at it. Copies of units that are fetched for a forward that never comes count in the bytes
-    and not in the time. `on_gpu`: the kernels are those of a GPU. Raises the model's error where it needs values.
+    and not in the time, which without `timed` means nothing. `on_gpu`: the kernels are those of a GPU. Raises the
+    model's error where it needs values.
     """
+    timed = timed or SimulatedStreams(torch.device("meta"), Bandwidth(1, 1, 1), 1.0)
     tracker = MemoryTracker(timed.spend)
     with _on_meta(model, tracker, on_gpu), torch.no_grad():
         attached = mode.attach(model, timed, replace(options, sharers=NO_SHARERS))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from models.pipelines.model import PipelineModel
 from offload.planning import (
-    Bandwidth,
     DryRun,
     Phase,
     PlannedSharers,
@@ -174,8 +173,7 @@ def peak_of(components: Components, forwards: Sequence[Callable[[], object]], ha
     """Returns the peak bytes of `forwards`; 0 without any, and where the model needs values to run."""
     if not forwards or components.mode.foreign:
         return 0
-    timed = SimulatedStreams(torch.device("meta"), Bandwidth(1, 1, 1), 1.0)
-    found = _dry_forwards(components, forwards, timed, has_gpu)
+    found = _dry_forwards(components, forwards, None, has_gpu)
     if found is None:
         refuse_sample_shape(components)
         return 0
@@ -204,7 +202,7 @@ def reference_note(components: Components, machine: Machine, has_gpu: bool) -> s
 
 
 def _dry_forwards(
-    components: Components, forwards: Sequence[Callable[[], object]], timed: SimulatedStreams, has_gpu: bool
+    components: Components, forwards: Sequence[Callable[[], object]], timed: SimulatedStreams | None, has_gpu: bool
 ) -> tuple[int, float] | None:
     """Runs forwards in a row without values: peak bytes and ms, None where the model needs values to run."""
     try:

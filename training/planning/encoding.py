@@ -26,7 +26,7 @@ from models.pipelines.without_values import EncoderForward, answering, parts_wit
 from models.quiet_imports import without_remarks
 from offload import Mode, Resident
 from offload.knobs import GIB, format_bytes
-from offload.planning import Bandwidth, SimulatedStreams, dry_run_forwards
+from offload.planning import dry_run_forwards
 from training.config.construct import make_mode
 from training.config.modes import weights_node
 from training.data.captioned.dataset import Captioned, Missing
@@ -152,8 +152,7 @@ def decoding_bytes(components: Components, has_gpu: bool) -> int:
     try:
         parts = parts_without_values(components.model.folder, components.dtype, (VAE_PART,))
         vae, size = parts[VAE_PART], sample_size(components.config)
-        timed = SimulatedStreams(torch.device("meta"), Bandwidth(1, 1, 1), 1.0)
-        run = dry_run_forwards(Resident(), vae, [decoding(vae, size)], timed=timed, on_gpu=has_gpu)
+        run = dry_run_forwards(Resident(), vae, [decoding(vae, size)], on_gpu=has_gpu)
     except Exception as error:  # a part may fail in any way on tensors without values, and yet run on real ones
         logger.debug("no plan of a sample's decoding", exc_info=error)
         return 0
