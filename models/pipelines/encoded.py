@@ -34,6 +34,7 @@ class EncodedFolder:
     """The results of the pipeline in `pipeline`, a folder, in `dtype`."""
 
     def __init__(self, pipeline: Path, dtype: torch.dtype):
+        self.pipeline = pipeline
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = f"{digest_of(pipeline)[:16]}-{str(dtype).removeprefix('torch.')}-{VERSION}"
         self.path = cache / "lightering" / "encoded" / name

@@ -32,8 +32,8 @@ def _cached(hub: HubName) -> Path | None:
     try:
         found = _fetched(hub, local_files_only=True)
         index = read_object(found / PIPELINE_FILE, "download the pipeline again")
-    # Whatever is wrong with a copy here, a download says or mends.
-    except Exception:
+    # It is not here, or not whole: a download says or mends that.
+    except (OSError, ValueError):
         return None
     # Of a copy without a list of its files, diffusers takes any part for the whole.
     parts = [name for name, value in index.items() if isinstance(value, list) and name[0] != "_" and value[0]]

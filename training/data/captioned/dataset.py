@@ -129,7 +129,7 @@ class Captioned:
         self._ground, self._masked, self._dropout = ground, masked, caption_dropout
         places = [None] if crops == 1 else range(crops)
         self._views = [View(mirrored, crop) for mirrored in (False, True)[: 1 + flip] for crop in places]
-        source = pipeline_folder(pipeline)
+        source = self.encoded.pipeline
         self._tells_crops = CROP in called_with(source)
         self._fps = None if frames is None else _rate(frames, fps, source)
         if (folder is None) == (name is None):
