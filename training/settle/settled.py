@@ -73,9 +73,9 @@ def settle(config: DictConfig, invocation: Invocation, device: torch.device, on_
     task = construct(config.task, "task")
     if chosen("precision"):
         config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
-        on_gpu = config.precision == Precision.bf16
-        has = "a GPU" if on_gpu else "no GPU that computes in bf16"
-        reasons["precision"] = Choice.of(config.precision, f"there is {has}", "GPU" if on_gpu else "no GPU")
+        in_bf16 = config.precision == Precision.bf16
+        has = "a GPU" if in_bf16 else "no GPU that computes in bf16"
+        reasons["precision"] = Choice.of(config.precision, f"there is {has}", "GPU" if in_bf16 else "no GPU")
     if chosen("model.weights"):
         config.model.weights = found = weights_of_source(config.model)
         from_seed = Choice.of("the weights begin from the seed", "model.source names an architecture alone", "no files")
