@@ -17,7 +17,7 @@ from models.diffusion_files import PIPELINE_FILE, SCHEDULER_FILE
 from scripts import generate
 from tests.models.helpers.tiny_pipelines import network_of, saved
 from tests.scripts.conftest import called
-from tests.training.helpers.captioned import draw_pictures, overrides_of
+from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import components_of, run_here, saved_run
 from tests.training.helpers.results import content, losses
 from training.batches import Batch
@@ -47,7 +47,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(name: str, pipeline: Path, pictures: Path) -> tuple[str, ...]:
-    return (*overrides_of(pipeline, pictures, "noise_prediction" if name == "sdxl" else "flow_matching"), *TRAINED)
+    return tuple(given(name, pipeline, pictures, *TRAINED))
 
 
 def trained(folder: Path, *overrides: str) -> tuple[nn.Module, Batch]:

@@ -9,6 +9,8 @@ from PIL import Image, ImageDraw
 from tests.training.helpers.in_process import TINY_RUN
 
 COLOURS = ("red", "green", "blue")
+# Of the tiny pipelines, those whose networks predict noise.
+NOISE = ("sdxl", "pixart", "stable_diffusion")
 
 
 def draw_pictures(folder: Path, count: int = 6) -> Path:
@@ -39,3 +41,9 @@ def overrides_of(pipeline: Path, pictures: Path, task: str = "flow_matching") ->
         "steps=2",
         "log_every=1",
     ]
+
+
+def given(name: str, pipeline: Path, pictures: Path, *others: str) -> list[str]:
+    """Returns the overrides of a short run of the tiny pipeline `name`, in the folder `pipeline`, under its task."""
+    task = "noise_prediction" if name in NOISE else "flow_matching"
+    return [*overrides_of(pipeline, pictures, task), *others]

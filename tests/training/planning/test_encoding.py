@@ -19,7 +19,7 @@ from models.pipelines.recording import CPU, Asked, Recorder
 from models.pipelines.without_values import answering, parts_without_values
 from offload.modes.layer_stream import LayerStream
 from tests.models.helpers.tiny_pipelines import PIPELINES, saved
-from tests.training.helpers.captioned import draw_pictures, overrides_of
+from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import components_of, composed, run_here
 from tests.training.helpers.videos import draw_videos
 from training.data.building import build_dataset
@@ -39,7 +39,6 @@ from training.planning.machine import machine_of
 from training.planning.plan_only import plan_only
 from training.run.encoding import encode_missing
 
-NOISE_TASKS = ("sdxl", "pixart", "stable_diffusion")
 SIZE = (64, 64)
 EACH = [pytest.param(name, marks=() if name in ("flux", "qwen_image") else pytest.mark.slow) for name in PIPELINES]
 
@@ -59,11 +58,6 @@ def pipeline_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw_pictures(tmp_path_factory.mktemp("pictures"))
-
-
-def given(name: str, pipeline: Path, pictures: Path, *others: str) -> list[str]:
-    task = "noise_prediction" if name in NOISE_TASKS else "flow_matching"
-    return [*overrides_of(pipeline, pictures, task), *others]
 
 
 def shapes(batch: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

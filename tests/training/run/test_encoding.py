@@ -11,7 +11,7 @@ from diffusers.video_processor import VideoProcessor
 
 from models.pipelines.latents import normalisation
 from tests.models.helpers.tiny_pipelines import PIPELINES, made, saved
-from tests.training.helpers.captioned import draw_pictures, overrides_of
+from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import components_of, run_here
 from tests.training.helpers.results import losses
 from tests.training.helpers.videos import draw_videos
@@ -20,8 +20,6 @@ from training.data.captioned.videos import frames_of
 from training.errors import UserError
 from training.run import encoding
 from training.run.encoding import encode_missing
-
-NOISE_TASKS = ("sdxl", "pixart", "stable_diffusion")
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +36,6 @@ def pipeline_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw_pictures(tmp_path_factory.mktemp("pictures"))
-
-
-def given(name: str, pipeline: Path, pictures: Path) -> list[str]:
-    return overrides_of(pipeline, pictures, "noise_prediction" if name in NOISE_TASKS else "flow_matching")
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES), "qwen_image"])
