@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from hydra.errors import HydraException
 
 from training.config.modes import is_group
 from training.errors import UserError
+from training.runs.compose_errors import SWITCHES, as_text, in_shell
 from training.runs.files import CHOICES_FILE, CONFIG_FILE, home_expanded
 from training.runs.repeat import repeated
 
@@ -28,9 +30,9 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments that Hydra is to get: the flags, then the overrides, with `repeat=` replaced.
 
     A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make one named `~`.
-    Raises UserError for an unknown flag, such as `--steps 10`; for the directory of a run where Hydra expects one of
-    options; for a list of options; for the home of a user that does not exist; and if the run of `repeat=` cannot be
-    repeated.
+    Raises UserError for an unknown flag, such as `--steps 10`; for words of a value without quotes; for the directory
+    of a run where Hydra expects one of options; for a list of options; for the home of a user that does not exist; and
+    if the run of `repeat=` cannot be repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
@@ -39,6 +41,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     if flag := next((text for text in unknown if text.startswith("-")), None):
         raise UserError(f"{flag}: unknown flag: keys have no dashes: write {_as_override(flag, arguments)}")
     overrides = [*options.overrides, *unknown]
+    _refuse_split_values(overrides)
     _refuse_run_directories(options)
     for several in filter(None, map(SEVERAL_OPTIONS.fullmatch, overrides)):
         if is_group(group := several[1]):
@@ -53,6 +56,21 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
 def _refuse(message: str) -> NoReturn:
     raise UserError(f"{message} (--hydra-help lists the flags; keys have no dashes: KEY=VALUE)")
+
+
+def _refuse_split_values(overrides: Sequence[str]) -> None:
+    """Raises UserError for a word that a blank has cut off the value before it, with both as the shell takes them."""
+    for place in range(1, len(overrides)):
+        before, word = overrides[place - 1 : place + 1]
+        if "=" in before and not ("=" in word or word.startswith("~") or word in SWITCHES):
+            behind = takewhile(lambda each: "=" not in each, overrides[place:])
+            whole = " ".join([before, *behind])
+            try:
+                as_it_is = not OverridesParser.create().parse_override(whole).is_sweep_override()
+            except HydraException:
+                as_it_is = False
+            write = in_shell(whole) if as_it_is else as_text(whole)
+            raise UserError(f"{word}: is not KEY=VALUE: if it belongs to the value before it, write {write}")
 
 
 def _as_override(flag: str, arguments: Sequence[str]) -> str:

@@ -24,6 +24,8 @@ OF_ANOTHER_TYPE = re.compile(r"Value '(.*)' (?:of type '.*' could not be convert
 NOT_KEYS = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)")
 OF_ANOTHER_NAME = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]$")
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+# Keys whose value people leave out.
+SWITCHES = ("plan", "force", "trace")
 
 
 def run(main: Callable[[], None]) -> None:
@@ -88,12 +90,14 @@ def _explained(error: Exception) -> str:
             named = "; or give the figures of another machine, hardware.vram_gib=N and its like, beside the nearest"
         return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}{named}"
     if isinstance(error, OverrideParseException):
-        if error.override in ("plan", "force", "trace"):
+        if error.override in SWITCHES:
             return f"{error.override}: is not KEY=VALUE: write {error.override}=true"
         advice = "put a VALUE with blanks, brackets, letters beyond a-z or other signs between two pairs of quotes"
-        return f"{error.override}: is not KEY=VALUE, without blanks around =; {advice}: KEY=\"'VALUE'\""
-    if several := re.match(r"Ambiguous value for argument '([^']+)'", str(error)):
-        return f"{several[1]}: several values are a sweep, one run for each: python train.py -m {several[1]}"
+        form = "KEY=\"'VALUE'\"" if re.search(r"^[^=]*$|=[\[{]", error.override) else as_text(error.override)
+        return f"{error.override}: is not KEY=VALUE, without blanks around =; {advice}: {form}"
+    if several := re.match(r"Ambiguous value for argument '(.+)'$", str(error), re.MULTILINE):
+        text = f"; for one text {as_text(several[1])}" if " " in several[1] else ""
+        return f"{several[1]}: several values are a sweep, one run for each: python train.py -m {several[1]}{text}"
     if twice := re.match(r"Multiple values for ([^ ]+)\. .*: (.+)'$", str(error)):
         group, option = twice.groups()
         return f"{group}={option}: the group has an option already: write {group}={option} once, without +"
@@ -136,6 +140,19 @@ def _explained(error: Exception) -> str:
         value, names = of_another_name.groups()
         return f"{where}{cause.full_key}={value}: choose from {names}"
     return f"{where}{cause.full_key}: {message}"
+
+
+def as_text(override: str) -> str:
+    """Returns KEY=VALUE for the shell, quoted so that Hydra takes the value for one text."""
+    key, _, value = override.partition("=")
+    mark = "'" if "'" not in value else '"'
+    return in_shell(f"{key}={mark}{value.replace(mark, chr(92) + mark)}{mark}")
+
+
+def in_shell(word: str) -> str:
+    """Returns a word for the shell, in double quotes."""
+    escaped = re.sub(r'([\\"$`])', r"\\\1", word)
+    return f'"{escaped}"'
 
 
 def _unnamed_option(error: Exception) -> str:

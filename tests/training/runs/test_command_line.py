@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,23 @@ def test_overrides_stand_behind_the_flags():
 def test_a_key_with_dashes_is_answered_with_what_to_write(arguments: list[str], written: str):
     with pytest.raises(UserError, match=rf"unknown flag: keys have no dashes: write {written}$"):
         for_hydra(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ("sample.prompts=[a cat, a dog] seed=1", '"sample.prompts=[a cat, a dog]"'),
+        ("seed=1 sample.prompt=a cat", '"sample.prompt=a cat"'),
+        ("sample.prompt=a cat, a dog", "\"sample.prompt='a cat, a dog'\""),
+    ],
+)
+def test_words_of_a_value_without_quotes_are_shown_with_them(arguments: str, written: str):
+    with pytest.raises(UserError, match=rf"^\S+: is not KEY=VALUE: .* write {re.escape(written)}$"):
+        for_hydra(arguments.split())
+    (word,) = shlex.split(written)
+    override = OverridesParser.create().parse_override(word)
+    assert not override.is_sweep_override()
+    assert override.value() in ("a cat", "a cat, a dog", ["a cat", "a dog"])
 
 
 def test_a_wrong_value_of_a_flag_is_one_line():

@@ -40,6 +40,11 @@ from training.runs.compose_errors import explain_refusal, is_refusal
             "hydra.run.dir=a=b: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, ",
         ),
         (
+            "sample.prompt=a cat, a dog",
+            "sample.prompt=a cat, a dog: several values are a sweep, one run for each: python train.py -m"
+            " sample.prompt=a cat, a dog; for one text \"sample.prompt='a cat, a dog'\"",
+        ),
+        (
             "+experiment=quickstart",
             "experiment=quickstart: the group has an option already: write experiment=quickstart ",
         ),
