@@ -104,7 +104,7 @@ def writer(
     config = components.config
     from training.planning.fit import refuse_text
     from training.tasks.text_samples import check_vocabulary, refuse_model, refuse_positions, tokenizer_of
-    from training.weights.origin import stops_of
+    from training.weights.model_tokenizer import stops_of
 
     if "pipeline" in config.dataset:
         raise UserError(f"{options.run}: its model makes pictures: give --picture FILE.png")

@@ -36,10 +36,9 @@ from tests.training.helpers.results import content, curve
 from training.planning.machine import machine_of
 from training.planning.plan import plan_run
 from training.planning.report import RunPlan
-from training.runs.checkpoint_files import checkpoints_in, partials_in, step_of
+from training.runs.checkpoint_files import DamagedError, checkpoints_in, partials_in, read_manifest, step_of, verify
 from training.runs.files import CHECKPOINTS_FOLDER, METRICS_FILE
 from training.runs.invocation import Invocation
-from training.runs.manifest import DamagedError, read_manifest, verify
 from training.settle.components import Components
 
 tensor_swap.MIN_BYTES = 1024

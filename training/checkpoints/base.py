@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from training.errors import UserError
-from training.runs.checkpoint_files import BASE_FILE
-from training.runs.manifest import DamagedError, read_json, sha256_of_file, side_by_side
+from training.runs.checkpoint_files import BASE_FILE, DamagedError, read_json, sha256_of_file, side_by_side
 from training.weights.files import ModelWeights, weight_files
 
 

@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from training.batches import sha256_of
 from training.checkpoints.changes import refuse_changes, weights_key
-from training.checkpoints.state import RunState, digest_of_all, read_state, restore_random_states
-from training.checkpoints.tensors import load_tensors
+from training.checkpoints.state import RunState, digest_of_all, load_tensors, read_state, restore_random_states
 from training.config.declare import AUTO
 from training.errors import UserError
 from training.optim import set_step
@@ -25,13 +24,17 @@ from training.runs.checkpoint_files import (
     MANIFEST_FILE,
     RANDOM_FILE,
     STATE_FILE,
+    DamagedError,
+    FileRecord,
     checkpoints_in,
     followed,
     free_aside,
+    read_config,
+    read_manifest,
     step_of,
+    verify,
 )
 from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE, SUMMARY_FILE, home_expanded
-from training.runs.manifest import DamagedError, FileRecord, read_config, read_manifest, verify
 from training.runs.records import read_summary
 
 logger = logging.getLogger(__name__)

@@ -38,8 +38,7 @@ from offload.knobs import format_bytes
 from training.checkpoints.base import BaseReference
 from training.checkpoints.best import Best
 from training.checkpoints.changes import config_text
-from training.checkpoints.state import RunState, random_states
-from training.checkpoints.tensors import optimizer_tensors
+from training.checkpoints.state import RunState, optimizer_tensors, random_states
 from training.config.schema import Precision, due
 from training.errors import UserError
 from training.runs.checkpoint_files import (
@@ -50,13 +49,15 @@ from training.runs.checkpoint_files import (
     OPTIMIZER_STEM,
     RANDOM_FILE,
     STATE_FILE,
+    FileRecord,
     checkpoints_in,
     folder_of,
+    manifest_text,
     partials_in,
+    side_by_side,
     step_of,
 )
 from training.runs.files import CONFIG_FILE, partial_path
-from training.runs.manifest import FileRecord, manifest_text, side_by_side
 from training.runs.signals import WORTH_SAVING_S
 from training.weights.architecture import LLAMA_KEYS
 

@@ -1,8 +1,10 @@
 """The three figures: step time against memory, where the time of a step goes, and the training losses.
 
-Figures are shown 800 pixels wide and drawn at twice that size. The colours are those of Okabe and Ito, which
-colour-blind readers can tell apart.
+The title of each says its finding. Figures are shown 800 pixels wide, and drawn at twice that size in the colours of
+Okabe and Ito, which colour-blind readers can tell apart.
 """
+
+from __future__ import annotations
 
 import io
 import math
@@ -19,10 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from training.comparison.findings import loss_finding, memory_finding, time_finding, waits
 from training.comparison.labels import ARROW, place_labels
-from training.comparison.losses import losses
-from training.comparison.rows import Row, mean, pareto_front, split_by_seed
+from training.comparison.rows import EQUAL, REFERENCE, Row, losses, mean, pareto_front, split_by_seed
 from training.runs.files import LOSS_FIGURE, MEMORY_FIGURE, TIME_FIGURE
 from training.visible_text import shortened, visible
 
@@ -72,6 +72,8 @@ PARTS = (("compute", BLUE), ("waiting for copies (stall)", ORANGE), ("waiting fo
 UNSTABLE = {"png": "Software", "pdf": "CreationDate", "svg": "Date"}
 # Names of equal runs that the legend lists; it counts further ones.
 NAMED = 3
+# A share of a step below this one is no finding.
+LEAST_SHARE = 0.01
 
 
 def render_figures(rows: Sequence[Row], kind: str = "png") -> dict[str, bytes]:
@@ -334,3 +336,48 @@ def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
     """Returns the losses of all curves at the steps that they share, or at those of the first if they share none."""
     steps = sorted(set.intersection(*map(set, curves))) or sorted(curves[0])
     return {step: [curve[step] for curve in curves if step in curve] for step in steps}
+
+
+def memory_finding(front: Sequence[Row], key: str) -> str:
+    """Says what the row with the least memory of the Pareto front takes of its reference. `key`: the memory."""
+    for row in front:
+        memory = row.reference.mean(key) if row.reference and row.reference is not row else None
+        if memory and row.ratio is not None:
+            share = row.mean(key) / memory
+            return f"{row.name}: {share:.2f} of the memory and {row.ratio:.2f} of the step time of {row.reference.name}"
+    # No run is better than this one in either.
+    return (
+        f"{front[0].name} takes the least memory and the least time" if len(front) == 1 else "Step time against memory"
+    )
+
+
+def waits(row: Row) -> tuple[float, float, float]:
+    """Returns the ms of a step spent on compute, on waiting for copies and on waiting for the optimizer."""
+    step = row.mean("perf/step_ms")
+    stall = min(row.mean("transfer/stall_ms") or 0.0, step)
+    wait = min(row.mean("optimizer/wait_ms") or 0.0, step - stall)
+    return step - stall - wait, stall, wait
+
+
+def time_finding(rows: Sequence[Row]) -> str:
+    """Says which row waits longest, as a share of its step, and for what."""
+    shares = [(row, *(part / row.mean("perf/step_ms") for part in waits(row))) for row in rows]
+    row, computes, copies, updates = min(shares, key=lambda each: each[1])
+    if computes > 1 - LEAST_SHARE:
+        return "No run waits for copies or for the optimizer"
+    what = [f"{copies:.0%} of its step for copies"] if copies >= LEAST_SHARE else []
+    what += [f"{updates:.0%} of its step for the optimizer"] if updates >= LEAST_SHARE else []
+    return f"{row.name} waits longest: {' and '.join(what) or f'{copies + updates:.0%} of its step'}"
+
+
+def loss_finding(rows: Sequence[Row]) -> str:
+    """Says how many rows have the losses of their reference in every bit, and how far the others are from theirs."""
+    curves = [row.curve for row in rows if row.curve not in (None, REFERENCE)]
+    differing = [curve for curve in curves if curve != EQUAL]
+    if not curves:
+        return "Training loss"
+    if not differing:
+        return "All losses are equal in every bit to those of the resident run"
+    count = len(curves) - len(differing)
+    start = f"{count} of {len(curves)} runs have the losses of the resident run in every bit; " if count else ""
+    return f"{start}{'others' if count else 'losses'} differ by up to {max(differing, key=float)}".capitalize()

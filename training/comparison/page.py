@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import base64
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape as html_escape
+from pathlib import Path
 
 from training.comparison.rows import EQUAL, REFERENCE, Row
-from training.comparison.samples import LastSample, last_samples
 from training.comparison.table import MISSING, NOTE, WORDS, cells, explanations
-from training.runs.files import LOSS_FIGURE, MEMORY_FIGURE, TIME_FIGURE
-from training.visible_text import visible
+from training.errors import UserError
+from training.runs.bounded_files import UnreadableError, read_bytes
+from training.runs.files import LOSS_FIGURE, MEMORY_FIGURE, SAMPLES_FILE, SAMPLES_FOLDER, TIME_FIGURE
+from training.runs.records import stream_metrics
+from training.visible_text import shortened, visible, visible_lines
 
 CAPTIONS = {
     MEMORY_FIGURE: "Step time against peak memory. The Pareto front joins the runs that no other beats in both, without"
@@ -22,6 +27,8 @@ CAPTIONS = {
 FINE = ("ok", "stopped", "planned", "running")
 # Machines, versions and dates that the page lists of each; it counts further ones.
 NAMED = 4
+# Of a sample.
+LONGEST_TEXT, LARGEST_PICTURE = 2000, 4 << 20
 STYLE = """
 body { margin: 2rem auto; max-width: 1400px; padding: 0 1rem; color: #1f2328; font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; }
@@ -143,3 +150,34 @@ def _commands(row: Row) -> str:
         for run in row.runs
     ]
     return f"<li>{escape(row.name)}: {'<br>'.join(runs)}</li>"
+
+
+@dataclass(frozen=True)
+class LastSample:
+    """A text, or a caption with its picture (a PNG file), that a run made after `step` steps."""
+
+    step: int
+    text: str
+    picture: bytes | None
+
+
+def last_samples(rows: Sequence[Row]) -> dict[LastSample, list[str]]:
+    """Returns the last sample of the first run of each row, with the names of the rows that made it."""
+    found: dict[LastSample, list[str]] = {}
+    for row in rows:
+        sample = _last_of(row.measured[0].directory)
+        if sample is not None:
+            found.setdefault(sample, []).append(row.name)
+    return found
+
+
+def _last_of(directory: Path) -> LastSample | None:
+    """Returns None where a run has no samples, or damaged ones, which are in no other row of the page either."""
+    try:
+        (record,) = deque(stream_metrics(directory, SAMPLES_FILE), maxlen=1)
+        step, name = int(record["train/step"]), record.get("picture")
+        text = str(record["caption" if name else "text"])
+        picture = read_bytes(directory / SAMPLES_FOLDER / Path(str(name)).name, LARGEST_PICTURE) if name else None
+    except (UserError, UnreadableError, OSError, ValueError, KeyError, TypeError):
+        return None
+    return LastSample(step, visible_lines(shortened(text, LONGEST_TEXT)), picture)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from training.data.tokenizer_folder import KEY, TEMPLATE_FILE, TOKENIZER_FILE, has_tokenizer, token_in, values_of
+from training.data.hub_client import HubName
 from training.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -20,6 +21,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEY = "dataset.tokenizer"
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+# What published models have beside tokenizer.json.
+BESIDE = (
+    CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    TEMPLATE_FILE,
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+# Templates of chats for other uses have files in a folder of their own.
+TEMPLATES = "additional_chat_templates"
+# transformers chooses the class of a tokenizer by the model's type, which is in config.json.
+PATTERNS = [TOKENIZER_FILE, *BESIDE, f"{TEMPLATES}/*.jinja", "config.json"]
+# One of these makes a tokenizer; the others belong to it.
+MAKING = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 # In this order: Llama 3; GPT-2 and Qwen; Llama 2 and Mistral; Gemma; DeepSeek; two that are common elsewhere.
 END_OF_TEXT_NAMES = (
     "<|end_of_text|>",
@@ -185,3 +209,51 @@ def of_folder(given: str, folder: Path) -> LibraryTokenizer:
     if not getattr(pretrained, "is_fast", False):
         raise UserError(f"{KEY}={given}: {type(pretrained).__name__} is none of the library tokenizers: {ADVICE}")
     return LibraryTokenizer(given, pretrained.backend_tokenizer, pretrained.eos_token, pretrained)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tells whether a folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in MAKING)
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """Returns the files of the tokenizer in `folder`, by their names there."""
+    found = [folder / name for name in (TOKENIZER_FILE, *BESIDE)] + sorted((folder / TEMPLATES).glob("*.jinja"))
+    return {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
+
+
+def values_of(folder: Path) -> dict[str, Any]:
+    """Returns the values in the folder's tokenizer_config.json; {} if there is none that can be read."""
+    try:
+        values = json.loads((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def token_in(values: dict[str, Any], name: str) -> str | None:
+    """Returns the text of a special token in `values_of`: it is a string, or a mapping with its content."""
+    token = values.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def cached_folder(hub: HubName) -> Path | None:
+    """Returns the folder in the Hub client's cache that has the tokenizer of a model, None if it is not there."""
+    folder = hub.cached_folder(PATTERNS)
+    return folder if folder is not None and has_tokenizer(folder) else None
+
+
+def fetched_folder(hub: HubName) -> Path:
+    """Returns the folder with the tokenizer of a model on the Hub, which is downloaded unless it is in the cache.
+
+    Raises UserError for a name that the Hub does not know, for a model without a tokenizer, or without network.
+    """
+    if (folder := cached_folder(hub)) is not None:
+        return folder
+    from training.metrics.progress import phase
+
+    with phase("downloading the tokenizer"):
+        if not {*hub.files(KEY)} & {*MAKING}:
+            raise hub.lacks(KEY, f"{TOKENIZER_FILE}: give {KEY}=FOLDER or OWNER/NAME of one that has")
+        return hub.folder(KEY, PATTERNS)

@@ -21,7 +21,7 @@ from models.quantise import stored_tensors
 from offload import HostAdamW, Speculation
 from offload.sharing import NO_SHARERS, Sharers, meet
 from training.batches import Batch
-from training.checkpoints.tensors import optimizer_tensors, renew_copies
+from training.checkpoints.state import optimizer_tensors, renew_copies
 from training.errors import UserError
 from training.parallel.messages import PATIENCE, Messages
 from training.parallel.ranks import Ranks, Share

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from training.batches import Batch, sha256_of
 from training.checkpoints.state import RunState, digest_of_all
-from training.metrics.core_waits import CoreWaits
 from training.metrics.progress import Progress
 from training.metrics.run_summary import FIRST_LOSS, RunSummary
+from training.metrics.step_timer import CoreWaits
 from training.run.build import Job
 from training.run.meters import MemoryMeter, StepMeter
 from training.runs.console import note_failures

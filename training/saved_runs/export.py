@@ -40,8 +40,8 @@ from training.checkpoints.saving import hugging_face_config
 from training.config.adapter import has_adapter
 from training.config.schema import Precision, chosen_format, quantises
 from training.data.chats.templates import Template
+from training.data.library_tokenizer import TEMPLATE_FILE, files_in
 from training.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
-from training.data.tokenizer_folder import TEMPLATE_FILE, files_in
 from training.errors import UserError
 from training.runs.checkpoint_files import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.runs.files import home_expanded
@@ -58,7 +58,7 @@ from training.settle.components import Components, acquired, attached
 from training.weights.averages import averages_in
 from training.weights.files import GENERATION_FILE, SMALL_FILES
 from training.weights.filling import fill_buffers
-from training.weights.origin import ends_of, origin_of, values_in
+from training.weights.model_tokenizer import ends_of, origin_of, values_in
 from training.weights.source import scheduler_given
 
 Read = Callable[[str], Tensor]

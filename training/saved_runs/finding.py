@@ -20,10 +20,19 @@ from training.config.declare import AUTO
 from training.config.modes import FOLDER
 from training.config.validation import check
 from training.errors import UserError
-from training.runs.checkpoint_files import MANIFEST_FILE, MODEL_FILES, checkpoints_in, followed, step_of
+from training.runs.checkpoint_files import (
+    MANIFEST_FILE,
+    MODEL_FILES,
+    DamagedError,
+    checkpoints_in,
+    followed,
+    read_config,
+    read_manifest,
+    step_of,
+    verify,
+)
 from training.runs.files import CHECKPOINTS_FOLDER, home_expanded
 from training.runs.invocation import Invocation
-from training.runs.manifest import DamagedError, read_config, read_manifest, verify
 from training.runs.repeat import overrides_of
 from training.sweeps import launcher
 from training.weights.averages import averages_in, trained_by_name

@@ -33,9 +33,9 @@ from training.errors import UserError, first_line
 from training.metrics.run_names import SWEEP_GROUP_VARIABLE, SWEEP_LABEL_VARIABLE
 from training.parallel.world import refuse_sweep
 from training.runs.bounded_files import UnreadableError, parse_yaml
+from training.runs.checkpoint_files import DamagedError, read_config
 from training.runs.directory import holds_results, refuse_program_folder
 from training.runs.files import CONSOLE_FILE, WANDB_FOLDER
-from training.runs.manifest import DamagedError, read_config
 from training.runs.signals import PARENT_VARIABLE, once_per_request, signals_not_ignored
 from training.runs.starting import INTERRUPTED
 from training.sweeps.job import SweepJob, summary_in

@@ -17,8 +17,7 @@ from training.errors import UserError
 from training.tasks.sample import TextSample
 from training.tasks.task import Sampler
 from training.weights.architecture import as_override
-from training.weights.model_tokenizer import brought_tokenizer, own_tokenizer
-from training.weights.origin import stops_of
+from training.weights.model_tokenizer import brought_tokenizer, own_tokenizer, stops_of
 
 # Stands for bytes that are no character, or not all of one yet.
 REPLACED = "\ufffd"

@@ -18,7 +18,7 @@ from training.errors import UserError, as_user_error, first_line
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
 from training.runs.files import home_expanded
 from training.weights.files import CONFIG_FILE, KEY, part_in
-from training.weights.origin import folder_of, model_of_run, values_in
+from training.weights.model_tokenizer import folder_of, model_of_run, values_in
 from training.weights.source import local_source
 
 LLAMA = "llama"

@@ -175,7 +175,7 @@ def test_tensors_of_another_model_are_refused_before_the_model_is_touched(
     folder = forged(at(finished, 6), tmp_path / "step-00000006", **{stem: safetensors_of(tensors, tmp_path)})
     written = []
     monkeypatch.setattr("models.weights.read_into", lambda *arguments: written.append(arguments))
-    monkeypatch.setattr("training.checkpoints.tensors.read_into", lambda *arguments: written.append(arguments))
+    monkeypatch.setattr("training.checkpoints.state.read_into", lambda *arguments: written.append(arguments))
     with pytest.raises(UserError, match=reason.format(name=re.escape(name))):
         run_here(tmp_path / "new", f"resume={folder}")
     assert not written

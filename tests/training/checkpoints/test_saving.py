@@ -26,7 +26,7 @@ from training.checkpoints import saving
 from training.checkpoints.saving import Checkpoints, hugging_face_config
 from training.checkpoints.state import RunState
 from training.errors import UserError
-from training.runs import checkpoint_files, manifest
+from training.runs import checkpoint_files
 
 
 class CrashError(BaseException):
@@ -103,7 +103,7 @@ def whole(run_dir: Path) -> list[int]:
     """Returns the steps of the checkpoints, the newest first, and verifies them."""
     found = checkpoint_files.checkpoints_in(run_dir / "checkpoints")
     for folder in found:
-        manifest.verify(folder, manifest.read_manifest(folder))
+        checkpoint_files.verify(folder, checkpoint_files.read_manifest(folder))
     return [checkpoint_files.step_of(folder) for folder in found]
 
 

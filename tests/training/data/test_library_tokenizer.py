@@ -1,5 +1,7 @@
 """Tokenizers of files and folders give the ids of the libraries that read them."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from tests.training.helpers.pretrained_folder import small_tokenizer
+from training.data.library_tokenizer import files_in, has_tokenizer, token_in, values_of
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
@@ -134,3 +137,23 @@ def test_a_folder_without_a_tokenizer_that_is_fast_is_refused(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"^dataset\.tokenizer=.*: transformers cannot load it \(") as refusal:
         load_tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_the_files_of_a_tokenizer_are_found_with_all_its_templates(tmp_path: Path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    taken = ("tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tools.jinja", "tokenizer.model")
+    for name in (*taken, "model.safetensors", "config.json", "additional_chat_templates/secret.txt"):
+        (tmp_path / name).write_text("{}")
+    assert set(files_in(tmp_path)) == set(taken)
+    assert has_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    assert not has_tokenizer(tmp_path)
+
+
+def test_special_tokens_are_texts_or_mappings(tmp_path: Path):
+    assert values_of(tmp_path) == {}
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    assert values_of(tmp_path) == {}
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}, "bos_token": "b", "pad_token": 3}')
+    values = values_of(tmp_path)
+    assert [token_in(values, f"{name}_token") for name in ("eos", "bos", "pad", "unk")] == ["a", "b", None, None]

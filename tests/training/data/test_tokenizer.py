@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.training.helpers.hub_server import ask_here, hub_server
 from tests.training.helpers.pretrained_folder import small_tokenizer
-from training.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
+from training.data.tokenizer import ByteTokenizer, library_bytes, load_tokenizer, tokenizer_files
 from training.errors import UserError
 
 
@@ -106,3 +106,22 @@ def test_a_file_is_taken_as_it_is_with_those_beside_it(tmp_path: Path, file: Pat
     for name, content in {**beside, "model.safetensors": b"", "secret.txt": b"mine"}.items():
         (file.parent / name).write_bytes(content)
     assert tokenizer_files(str(file), longest=16) == {**beside, "tokenizer.json": file.read_bytes()}
+
+
+def test_bytes_are_the_ids() -> None:
+    ids = ByteTokenizer().encode_batch(["aé", "", "z"])
+    assert [list(text) for text in ids] == [[97, 0xC3, 0xA9], [], [122]]
+    assert (ByteTokenizer.vocab_size, ByteTokenizer.end_of_text_id) == (257, 256)
+    assert (ByteTokenizer().begin, ByteTokenizer().end, ByteTokenizer.stops) == ((), (256,), {256})
+
+
+def test_a_lone_surrogate_becomes_a_question_mark() -> None:
+    assert list(ByteTokenizer().encode_batch(["a\ud800"])[0]) == [97, ord("?")]
+
+
+def test_the_library_and_transformers_give_the_same_ids() -> None:
+    own = ByteTokenizer()
+    expected = list(own.encode_batch([TEXT])[0])
+    assert library_bytes().encode(TEXT).ids == own.pretrained(TEXT).input_ids == expected
+    assert (own.pretrained.eos_token_id, len(own.pretrained)) == (256, 257)
+    assert (own.id_of(own.pretrained.eos_token), own.id_of("a")) == (256, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from offload.streams import registry
 from training.metrics import step_timer
-from training.metrics.step_timer import StepTimer
+from training.metrics.step_timer import CoreWaits, StepTimer, waited_s
 
 
 def test_without_asynchronous_streams_the_host_clock_times_a_step(monkeypatch: pytest.MonkeyPatch):
@@ -71,3 +72,31 @@ def test_a_gpu_times_its_own_work():
     (ms,) = timer.collect()
     assert ms > 10
     registry.release(streams)
+
+
+@pytest.mark.parametrize(
+    ("waits", "passed_s", "told"),
+    [("0 9000000000 5", 30, True), ("0 3000000000 5", 30, False), ("0 9000000000 5", 9, False), ("gone", 30, False)],
+)
+def test_waiting_for_cores_is_told_in_a_line(
+    waits: str, passed_s: float, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+):
+    statistics = tmp_path / "schedstat"
+    statistics.write_text("0 0 1" if told or waits != "gone" else waits)
+    times = iter([100.0, 100.0 + passed_s])
+    monkeypatch.setattr(step_timer, "STATISTICS", statistics)
+    monkeypatch.setattr(step_timer, "monotonic", lambda: next(times))
+    waiting = CoreWaits()
+    statistics.write_text(waits)
+    waiting.warn()
+    lines = [record.message for record in caplog.records]
+    assert [line.partition(" of its time")[0] for line in lines] == (
+        ["the machine was busy: the run waited for a core in 30%"] if told else []
+    )
+
+
+def test_linux_tells_the_time_in_its_queue(monkeypatch: pytest.MonkeyPatch):
+    if step_timer.STATISTICS.exists():
+        assert waited_s() >= 0
+    monkeypatch.setattr(step_timer, "STATISTICS", Path("/nowhere"))
+    assert waited_s() is None

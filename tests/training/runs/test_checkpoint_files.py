@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from training.runs.checkpoint_files import checkpoints_in, folder_of, free_aside, partials_in, step_of
+from training.runs.checkpoint_files import (
+    MANIFEST_FILE,
+    DamagedError,
+    FileRecord,
+    checkpoints_in,
+    folder_of,
+    free_aside,
+    manifest_text,
+    partials_in,
+    read_json,
+    read_manifest,
+    side_by_side,
+    step_of,
+    verify,
+)
 
 
 @pytest.mark.parametrize("step", [0, 7, 12_345_678, 10**12])
@@ -42,3 +59,101 @@ def test_a_folder_is_set_aside_under_a_free_name(tmp_path: Path):
     assert found == ["step-00000003.aside", "step-00000003.aside-2", "step-00000003.aside-3"]
     folder.with_name("step-00000003.aside-4").symlink_to("nowhere")
     assert free_aside(folder).name == "step-00000003.aside-5"
+
+
+def record_of(content: bytes) -> FileRecord:
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of two files with their manifest."""
+    contents = {"a.bin": b"abc" * 1000, "b.json": b"{}"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    records = {name: record_of(content) for name, content in contents.items()}
+    (tmp_path / MANIFEST_FILE).write_text(manifest_text(records))
+    return tmp_path
+
+
+def test_what_was_written_is_read_back_and_verified(folder: Path):
+    files = read_manifest(folder)
+    assert files == {"a.bin": record_of(b"abc" * 1000), "b.json": record_of(b"{}")}
+    verify(folder, files)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "a.bin is missing"),
+        (b"abc" * 999, "a.bin has 2997 bytes where 3000 were written"),
+        (b"abd" * 1000, "a.bin is not what was written: its SHA-256 differs"),
+    ],
+)
+def test_a_file_that_changed_is_named(folder: Path, content: bytes | None, reason: str):
+    files = read_manifest(folder)
+    (folder / "a.bin").unlink()
+    if content is not None:
+        (folder / "a.bin").write_bytes(content)
+    with pytest.raises(DamagedError, match=reason):
+        verify(folder, files)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: text + " ", lambda text: text.replace("\n", ""), lambda text: "\n" + text]
+)
+def test_a_manifest_of_another_form_is_refused(folder: Path, change):
+    manifest = folder / MANIFEST_FILE
+    manifest.write_text(change(manifest.read_text()))
+    with pytest.raises(DamagedError, match=r"manifest\.json is not what was written"):
+        read_manifest(folder)
+
+
+def test_files_beyond_the_manifest_are_nobodys(folder: Path):
+    (folder / "more.bin").write_bytes(b"x")
+    verify(folder, read_manifest(folder))
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", ".hidden", "", "a b", MANIFEST_FILE])
+def test_a_name_that_leads_elsewhere_is_refused(folder: Path, name: str):
+    (folder / MANIFEST_FILE).write_text(json.dumps({"format": 2, "files": {name: {"nbytes": 1, "sha256": ""}}}))
+    with pytest.raises(DamagedError, match="which is not a file of a checkpoint"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "it is not JSON"),
+        ("[]", "it is not a JSON object"),
+        ("3", "it is not a JSON object"),
+        ("{", "it is not JSON"),
+    ],
+)
+def test_what_is_not_a_json_object_is_refused(tmp_path: Path, content: str, reason: str):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(DamagedError, match=rf"x\.json: {reason}"):
+        read_json(tmp_path / "x.json")
+    with pytest.raises(DamagedError, match=r"y\.json is missing"):
+        read_json(tmp_path / "y.json")
+
+
+def test_results_of_functions_side_by_side_are_in_their_order():
+    together = threading.Barrier(3, timeout=300)
+    assert side_by_side([lambda number=number: (together.wait(), number)[1] for number in range(3)]) == [0, 1, 2]
+
+
+def test_the_first_error_ends_the_others_and_is_raised():
+    given_up, begun = threading.Event(), []
+
+    def wait_to_give_up() -> None:
+        begun.append(None)
+        given_up.wait(600)
+        raise InterruptedError
+
+    def fail() -> None:
+        raise IndexError("the cause")
+
+    with pytest.raises(IndexError, match="the cause"):
+        side_by_side([fail, *[wait_to_give_up] * 20], given_up)
+    assert len(begun) < 20

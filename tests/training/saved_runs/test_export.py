@@ -22,7 +22,7 @@ from tests.models.helpers.unets import UNET as TINY_UNET
 from tests.test_any_model import COMMON, GPT2, UNET
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, saved_run
 from tests.training.helpers.pretrained_folder import SIZES, STOPS, save_pretrained
-from training.data.tokenizer_folder import files_in
+from training.data.library_tokenizer import files_in
 from training.errors import UserError
 from training.saved_runs.export import adapter_files, companions, export, files_of
 from training.saved_runs.finding import load_model

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from models.llama import Llama
 from tests.training.helpers.hub_server import ask_here, hub_server
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here
-from tests.training.helpers.pretrained_folder import SIZES, save_pretrained, small_tokenizer
-from training.data.tokenizer import tokenizer_files
+from tests.training.helpers.pretrained_folder import SIZES, STOPS, save_pretrained, small_tokenizer
+from training.data.tokenizer import load_tokenizer, tokenizer_files
 from training.errors import UserError
 from training.planning.plan_only import plan_only
-from training.weights.model_tokenizer import is_of_bytes, own_tokenizer
+from training.weights.model_tokenizer import ends_of, is_of_bytes, origin_of, own_tokenizer, stops_of, values_in
 
 TEXT = (*TINY_RUN, "dataset=text", "dataset.files=none.txt")
 
@@ -134,3 +134,37 @@ def test_a_plan_downloads_no_tokenizer(model: Path, tmp_path: Path, monkeypatch:
         assert not list((tmp_path / "cache").rglob("tokenizer*"))
     assert own_tokenizer(composed(*of_hf("me/chat", "model.weights=me/chat"))[0].model).value == "me/chat"
     assert "me/chat" in json.dumps(json.loads((tmp_path / "plan.json").read_text()))
+
+
+JOB = (*(entry for entry in TINY_RUN if not entry.startswith("model.")), "dataset=text", "dataset.files=a", "model=hf")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save_pretrained(folder)
+    return folder
+
+
+def test_weights_and_the_tokenizer_of_the_source_make_it_the_origin(base: Path, tmp_path: Path):
+    job = (*JOB, f"model.source={base}")
+    for given in ((), ("model.weights=null",), (f"model.weights={base}/model.safetensors",)):
+        config = components_of(*job, *given).config
+        assert origin_of(config) == base
+        assert stops_of(config, load_tokenizer(config.dataset.tokenizer)) == {*STOPS}
+    # Ids of its own: the numbers of the source mean other tokens.
+    own = components_of(*job, "model.weights=null", "dataset.tokenizer=null").config
+    assert origin_of(own) is None
+    assert stops_of(own, load_tokenizer(None)) == {256}
+    assert origin_of(components_of(*JOB, "model.source=qwen2").config) is None
+
+
+def test_the_ends_of_both_files_count(tmp_path: Path):
+    assert (ends_of(None), ends_of(tmp_path), values_in(tmp_path)) == ((), (), {})
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert ends_of(tmp_path) == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, None]}))
+    assert ends_of(tmp_path) == (7, 5)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is not JSON: download it again"):
+        ends_of(tmp_path)

@@ -19,17 +19,17 @@ from models.pipelines.recording import Asked
 from models.pipelines.videos import CROP, called_with, check_makes_videos, rate_of
 from training.data.captioned.buckets import BucketBatches
 from training.data.captioned.columns import pictures_in_columns
-from training.data.captioned.folders import folders_of
 from training.data.captioned.pictures import (
     CaptionedPicture,
     Cropped,
+    bucket_sizes,
     content_key,
     crop_of,
     cropped,
     find_pictures,
+    folders_of,
     in_buckets,
 )
-from training.data.captioned.sizes import bucket_sizes
 from training.data.examples import check_share
 from training.data.packing import epoch_order, random_words
 from training.data.pictures import LOSS_MASK, check_ground

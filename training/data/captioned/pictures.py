@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,7 @@ from torch import Tensor
 from training.data.captioned import videos
 from training.data.captioned.captions import captions_below
 from training.data.captioned.columns import ColumnPicture
-from training.data.captioned.sizes import bucket_sizes, nearest_bucket
-from training.data.images import EXTENSIONS, files_below
+from training.data.images import EXTENSIONS, existing_folder, files_below
 from training.data.packing import random_words
 from training.data.pictures import CROPS, as_images, cut, decoded_with_alpha, upright_size
 from training.errors import UserError
@@ -25,6 +25,11 @@ from training.runs.bounded_files import UnreadableError, opened
 MASK = "-mask.png"
 # Pictures which not every Pillow decodes; to leave them out would train on a part of the folder in silence.
 OTHER_PICTURES = (".avif", ".heic", ".heif", ".jxl")
+LARGEST = 8192
+# Steps along the side of a bucket's square: 64 pixels at 1024. Finer ones would leave few pictures to a bucket.
+STEPS = 16
+# The name of a folder in the layout of kohya's scripts, such as 10_cat.
+COUNTED = re.compile(r"\d+_")
 
 
 @dataclass(frozen=True)
@@ -232,3 +237,85 @@ def _digest(path: Path | ColumnPicture) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (UnreadableError, OSError) as error:
         raise UserError(f"dataset: cannot use the picture {path}: {error}; repair or remove it") from None
+
+
+def folders_of(folder: str | Sequence[str] | Mapping[str, int]) -> dict[Path, int]:
+    """Returns the repeats of each folder, in the order given: of DIR and [DIR, DIR] once, of {DIR: repeats} as said.
+
+    Raises UserError for another value; a folder that is not there, is in another one or is given twice; and without
+    repeats, for a name as kohya's scripts have it, whose number would have no effect.
+    """
+    if isinstance(folder, Mapping):
+        given = [(str(name), repeats) for name, repeats in folder.items()]
+    else:
+        names = [folder] if isinstance(folder, str) else folder
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"dataset.folder={folder}: must be DIR, [DIR, DIR] or {{DIR: repeats}}")
+        given = [(name, None) for name in names]
+    if not given:
+        raise UserError("dataset.folder is empty: give dataset.folder=DIR, [DIR, DIR] or {DIR: repeats}")
+    found: dict[Path, int] = {}
+    for name, repeats in given:
+        path = existing_folder(name)
+        if repeats is None:
+            _refuse_counted(name, path)
+        elif type(repeats) is not int or repeats < 1:
+            raise UserError(f"dataset.folder={{{name}: {repeats}}}: repeats must be a whole number of at least 1")
+        for other in found:
+            first, second = path.resolve(), other.resolve()
+            if first.is_relative_to(second) or second.is_relative_to(first):
+                raise UserError(
+                    f"dataset.folder: {name} and {other} have the same pictures: give one of them, or {{DIR: repeats}}"
+                )
+        found[path] = repeats or 1
+    return found
+
+
+def _refuse_counted(name: str, path: Path) -> None:
+    counted = [
+        each for each in (path.absolute(), *sorted(path.iterdir())) if COUNTED.match(each.name) and each.is_dir()
+    ]
+    if counted:
+        first, repeats = counted[0], int(counted[0].name.partition("_")[0])
+        shown = name if first == path.absolute() else first
+        raise UserError(
+            f"dataset.folder={name}: {first.name} is a name with repeats, which are not read: give"
+            f" dataset.folder={{{shown}: {repeats}}} with each such folder, or {{{name}: 1}} to show each picture once"
+        )
+
+
+def bucket_sizes(size: int, multiple: int) -> list[tuple[int, int]]:
+    """Returns (height, width) of all buckets, in pixels: none has more pixels than a square of edge `size`.
+
+    The sizes are those of NovelAI ("NovelAI Improvements on Stable Diffusion", 2022), which kohya's scripts have too:
+    at 512 exactly, and at 1024 the largest ones of SDXL's (Podell et al. 2023, appendix I).
+    Sides are multiples of `multiple`; those of others than the square also of a step of size / STEPS, rounded up. No
+    side is longer than four times the other, about.
+
+    Raises UserError if `size` is below `multiple`, or above LARGEST.
+    """
+    if not multiple <= size <= LARGEST:
+        raise UserError(
+            f"dataset.size={size}: must be at least {multiple}, of which the model needs a multiple, and at most"
+            f" {LARGEST} pixels"
+        )
+    step = -(-size // (STEPS * multiple)) * multiple
+    square = size // multiple * multiple
+    found = {(square, square)}
+    for side in range(-(-size // (2 * step)) * step, 2 * size + 1, step):
+        if other := size * size // side // step * step:
+            found |= {(side, other), (other, side)}
+    return sorted(found)
+
+
+def nearest_bucket(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the size, (height, width), that cuts off the least of a picture which covers it; of several the largest.
+
+    That is the size with the nearest aspect ratio on a logarithmic scale.
+    """
+
+    def whole_to_kept(size: tuple[int, int]) -> float:
+        one, other = height * size[1], width * size[0]
+        return max(one, other) / min(one, other)
+
+    return min(sizes, key=lambda size: (whole_to_kept(size), -size[0] * size[1], size))

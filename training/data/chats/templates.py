@@ -13,10 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from training.data.byte_tokenizer import ByteTokenizer
 from training.data.chats.conversations import Conversation
 from training.data.library_tokenizer import refusing
-from training.data.tokenizer import Tokenizer
+from training.data.tokenizer import ByteTokenizer, Tokenizer
 from training.errors import UserError, first_line
 from training.runs.files import home_expanded
 

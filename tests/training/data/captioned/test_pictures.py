@@ -1,5 +1,6 @@
 """Pictures with captions: found, cut and mirrored as by hand, with masks; what is refused."""
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
-from training.data.captioned.pictures import CaptionedPicture, content_key, cropped, find_pictures
+from training.data.captioned.pictures import (
+    CaptionedPicture,
+    bucket_sizes,
+    content_key,
+    cropped,
+    find_pictures,
+    folders_of,
+    nearest_bucket,
+)
 from training.errors import UserError
 
 PLAIN = {"flip": False, "ground": "white", "alpha_mask": False}
@@ -210,3 +220,127 @@ def test_damaged_pictures_and_masks_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match=r"^dataset: cannot use the picture .*a\.png: it has no known format; repair"):
         found_in(tmp_path)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    for name in ("cats", "dogs", "kohya/10_cat", "cats/old"):
+        (tmp_path / name).mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "repeats"),
+    [
+        ("ROOT/cats", {"cats": 1}),
+        ("[ROOT/dogs,ROOT/cats]", {"dogs": 1, "cats": 1}),
+        ("{ROOT/dogs:1,ROOT/cats:3}", {"dogs": 1, "cats": 3}),
+        ("{ROOT/kohya/10_cat:10}", {"kohya/10_cat": 10}),
+        ("{ROOT/kohya:1}", {"kohya": 1}),
+    ],
+)
+def test_what_a_command_line_gives(folders: Path, given: str, repeats: dict[str, int]) -> None:
+    (override,) = OverridesParser.create().parse_overrides([f"dataset.folder={given.replace('ROOT', str(folders))}"])
+    found = folders_of(override.value())
+    assert list(found.items()) == [(folders / name, count) for name, count in repeats.items()]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("ROOT/birds", r"dataset\.folder=.*birds: no such folder"),
+        ("", r"dataset\.folder=: no such folder"),
+        ([], r"dataset\.folder is empty: give dataset\.folder=DIR, \[DIR, DIR\] or \{DIR: repeats\}$"),
+        ({}, r"dataset\.folder is empty"),
+        (None, r"dataset\.folder=None: must be DIR, \[DIR, DIR\] or \{DIR: repeats\}$"),
+        ([3], r"dataset\.folder=\[3\]: must be DIR"),
+        ({"ROOT/cats": 0}, r"dataset\.folder=\{.*cats: 0\}: repeats must be a whole number of at least 1$"),
+        ({"ROOT/cats": 1.5}, r"dataset\.folder=\{.*cats: 1\.5\}: repeats must be"),
+        ({"ROOT/cats": True}, r"dataset\.folder=\{.*cats: True\}: repeats must be"),
+        (["ROOT/cats", "ROOT/cats"], r"dataset\.folder: .*cats and .*cats have the same pictures"),
+        (["ROOT/cats/old", "ROOT/cats"], r"dataset\.folder: .*cats and .*old have the same pictures"),
+        (["ROOT/cats", "ROOT/cats/old"], r"dataset\.folder: .*old and .*cats have the same pictures"),
+        ("ROOT/kohya", r".*kohya: 10_cat is a name with repeats, .*\{ROOT/kohya/10_cat: 10\} .* or \{ROOT/kohya: 1\}"),
+        (["ROOT/kohya/10_cat"], r".*: 10_cat is a name with repeats, which are not read: .*\{ROOT/kohya/10_cat: 10\}"),
+    ],
+)
+def test_other_values_are_refused(folders: Path, given: object, message: str) -> None:
+    def rooted(value: object) -> object:
+        if isinstance(value, dict):
+            return {rooted(name): count for name, count in value.items()}
+        if isinstance(value, list):
+            return [rooted(name) for name in value]
+        return value.replace("ROOT", str(folders)) if isinstance(value, str) else value
+
+    with pytest.raises(UserError, match=f"^{message.replace('ROOT', str(folders))}"):
+        folders_of(rooted(given))
+
+
+def kohyas(largest_area: int, smallest: int, largest: int, step: int) -> set[tuple[int, int]]:
+    """The sizes of `make_bucket_resolutions` of kohya's scripts, which follow NovelAI's description."""
+    sizes = {(math.isqrt(largest_area) // step * step,) * 2}
+    for side in range(smallest, largest + 1, step):
+        other = min(largest, largest_area // side // step * step)
+        sizes |= {(side, other), (other, side)}
+    return sizes
+
+
+@pytest.mark.parametrize("size", [512, 1024])
+@pytest.mark.parametrize("multiple", [8, 16, 32, 64])
+def test_sizes_are_kohyas_at_their_limits(size: int, multiple: int) -> None:
+    step = max(multiple, size // 16)
+    assert set(bucket_sizes(size, multiple)) == kohyas(size**2, size // 2, 2 * size, step)
+
+
+def test_at_1024_all_but_the_smaller_of_two_sizes_are_sdxls() -> None:
+    sizes = bucket_sizes(1024, 8)
+    # Of the table in appendix I of the SDXL paper.
+    for pair in [
+        (512, 2048),
+        (512, 1856),
+        (576, 1792),
+        (640, 1536),
+        (704, 1408),
+        (768, 1344),
+        (832, 1216),
+        (896, 1152),
+    ]:
+        assert pair in sizes
+        assert pair[::-1] in sizes
+    assert (1024, 1024) in sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "multiple"), [(16, 16), (17, 16), (64, 16), (100, 8), (1000, 8), (768, 28), (2048, 32)]
+)
+def test_sides_are_multiples_and_no_size_has_more_pixels(size: int, multiple: int) -> None:
+    sizes = bucket_sizes(size, multiple)
+    assert (size // multiple * multiple,) * 2 in sizes
+    assert {(width, height) for height, width in sizes} == set(sizes)
+    for height, width in sizes:
+        assert height * width <= size**2
+        assert height % multiple == width % multiple == 0
+        assert min(height, width) > 0
+
+
+@pytest.mark.parametrize("size", [15, 0, 8193])
+def test_a_size_out_of_range_is_refused(size: int) -> None:
+    with pytest.raises(UserError, match=f"^dataset.size={size}: must be at least 16, .* at most 8192 pixels$"):
+        bucket_sizes(size, 16)
+
+
+def test_the_nearest_bucket_keeps_most_of_a_picture() -> None:
+    sizes = bucket_sizes(512, 64)
+
+    def kept(height: int, width: int, size: tuple[int, int]) -> float:
+        scale = max(size[0] / height, size[1] / width)
+        return size[0] * size[1] / (height * width * scale**2)
+
+    for height, width in [(100, 100), (300, 200), (1080, 1920), (4000, 300), (511, 513), (7, 5)]:
+        nearest = nearest_bucket(height, width, sizes)
+        assert kept(height, width, nearest) == pytest.approx(max(kept(height, width, size) for size in sizes))
+        assert nearest_bucket(width, height, sizes) == nearest[::-1]
+
+
+def test_of_sizes_that_keep_as_much_the_largest_is_taken() -> None:
+    assert nearest_bucket(10, 10, [(64, 64), (512, 512), (128, 128)]) == (512, 512)
