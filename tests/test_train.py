@@ -129,7 +129,7 @@ def test_a_run_of_its_own_writes_to_its_directory_only_as_wandb_has_it_and_is_a_
     assert ".hydra" not in names
     (sync_dir,) = (folder / "wandb").glob("offline-run-*")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", sync_dir]
-    read = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    read = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
     # The summary has the statistics of the run, and for other metrics the values of the last record.
     written = {**metrics(folder)[-1], **summary(folder)}
     expected = {key: value for key, value in written.items() if value is not None}

@@ -168,7 +168,7 @@ def test_the_search_is_left_out_in_one_thread_alone():
     with one_sequence_a_row():
         thread = threading.Thread(target=lambda: found.append(search()))
         thread.start()
-        thread.join()
+        thread.join(300)
     assert found[0] is not None
 
 

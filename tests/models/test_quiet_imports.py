@@ -69,7 +69,9 @@ from models.hf import build_hf
 @pytest.mark.parametrize("program", [ADAPTED, OF_TRANSFORMERS], ids=["adapted", "of_transformers"])
 @pytest.mark.slow
 def test_models_and_adapters_are_made_without_a_word(program: str):
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
     assert (ended.stdout, ended.stderr) == ("", "")
 
 

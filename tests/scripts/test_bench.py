@@ -34,7 +34,7 @@ def test_a_run_compares_modes_and_names_what_failed(tmp_path: Path):
     shape = ["--hidden=64", "--intermediate=128", "--heads=4", "--blocks=2", "--seq-len=16", "--steps=2"]
     modes = ["none", "layer_stream", "layer_stream:slots=0"]
     command = [sys.executable, "scripts/bench.py", "--device", "cpu", *shape, "--json", tmp_path / "b.json", "--modes"]
-    result = subprocess.run([*command, *modes], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run([*command, *modes], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     assert "failed: UserError: offload.slots=0: must be at least 1" in result.stdout
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert rows[0]["loss"] == rows[1]["loss"]
@@ -83,7 +83,9 @@ def test_formats_are_clipped_and_a_wrong_one_is_named():
         "stochastic,int8",
         "bf16",
     ]
-    rows = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[2:]
+    rows = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    ).stdout.splitlines()[2:]
     assert rows[0].startswith("layer_stream stochastic,int8")
     assert "failed" not in rows[0]
     assert rows[1].startswith("layer_stream bf16")

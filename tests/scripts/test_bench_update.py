@@ -20,7 +20,7 @@ SCRIPT = ROOT / "scripts" / "bench_update.py"
 def test_prints_a_rate_for_each_format_kernel_and_number_of_threads():
     command = [sys.executable, str(SCRIPT), "--threads", "1", "2", "--parameters", "100000", "--repeats", "1"]
     command += ["--master", "compact", "stochastic", "--state-dtype", "fp32", "bf16"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     formats = re.findall(r"^master (\w+), moments (\w+), ([\d.]+) bytes a parameter$", run.stdout, re.MULTILINE)
     assert formats == [
         ("compact", "fp32", "26.0"),
@@ -41,5 +41,5 @@ def test_prints_a_rate_for_each_format_kernel_and_number_of_threads():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_prints_a_rate_for_each_kernel_of_a_gpu():
     command = [sys.executable, str(SCRIPT), "--threads", "1", "--parameters", "100000", "--repeats", "1"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert "GPU  fused" in run.stdout

@@ -100,7 +100,7 @@ def output(folder: Path) -> str:
 def test_each_host_gets_a_torchrun(tmp_path: Path):
     told = environment(tmp_path, PYTHON=tmp_path / "python", SLURM_GPUS_ON_NODE=4, SLURM_JOB_ID=123_456)
     told.pop("OMP_NUM_THREADS", None)
-    cores = int(subprocess.run(["nproc"], env=told, capture_output=True, check=True).stdout)
+    cores = int(subprocess.run(["nproc"], env=told, capture_output=True, check=True, timeout=300).stdout)
     subprocess.run([SCRIPT, "model=llama7b", "name=a b"], cwd=ROOT, env=told, check=True, timeout=300)
     for host in (0, 1):
         threads, *arguments = (tmp_path / f"host{host}.out").read_text().splitlines()

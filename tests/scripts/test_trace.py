@@ -20,7 +20,9 @@ from training.runs import compose_errors
 def test_a_step_is_traced_and_drawn(tmp_path: Path):
     shape = ["--hidden=64", "--intermediate=128", "--heads=4", "--blocks=2", "--seq-len=16", "--sequences=1"]
     command = [sys.executable, "scripts/trace.py", "--device=cpu", *shape, "--optimizer", "--mode=layer_stream:slots=2"]
-    result = subprocess.run([*command, f"--out={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [*command, f"--out={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
     assert result.stdout.startswith("layer_stream:slots=2: step ")
     timeline = read_timeline(tmp_path / "layer_stream_slots_2.json.gz")
     assert {work.lane for work in timeline.intervals} == {"copy in", "compute", "copy out", "host update"}

@@ -20,5 +20,7 @@ def test_each_option(option: str, expected: bool):
 
 def test_a_sweep_imports_no_torch():
     program = "import sys; from training.sweeps import launcher; print('torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
     assert ended.stdout == "False\n"

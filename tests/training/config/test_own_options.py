@@ -80,7 +80,7 @@ def test_it_trains_alike_under_each_mode(tmp_path: Path):
         ]
         command += ["task=flow_matching", f"offload={mode}", "steps=2", f"hydra.run.dir={tmp_path / mode}"]
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         losses.append(json.loads((tmp_path / mode / "summary.json").read_text())["train/final_loss"])
     assert losses[0] == losses[1]

@@ -46,5 +46,5 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: py
 def test_reading_imports_no_library() -> None:
     program = "import sys; from training.data.corpus import read_stdlib; next(read_stdlib()); print(*sys.modules)"
     command = [sys.executable, "-c", program]
-    imported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    imported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout.split()
     assert not {"datasets", "pandas", "pyarrow"} & set(imported)

@@ -180,7 +180,12 @@ def test_memory_is_three_times_the_longest_value(name: str, write, tmp_path: Pat
     else:
         write(name, text if name == "a.txt" else json.dumps({"text": text}))
     result = subprocess.run(
-        [sys.executable, "-c", READ, str(tmp_path / name)], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", READ, str(tmp_path / name)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     characters, peak = map(int, result.stdout.split())
     assert characters >= nbytes

@@ -29,7 +29,7 @@ def test_without_a_path_ids_are_bytes_and_no_library_is_imported() -> None:
         "import sys; from training.data.tokenizer import load_tokenizer; load_tokenizer(None).encode_batch(['a']);"
         " assert not {'transformers', 'tokenizers', 'huggingface_hub', 'rich'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_missing_file_is_refused() -> None:

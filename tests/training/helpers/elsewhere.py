@@ -20,6 +20,7 @@ def run_elsewhere(program: str, folder: Path, **environment: str) -> str:
         cwd=folder / "here",
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert completed.returncode == 0, completed.stderr
     return completed.stdout

@@ -125,7 +125,7 @@ def hub_server(models: dict[str, dict[str, bytes]] | None = None) -> Iterator[st
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(300)
 
 
 def ask_here(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:

@@ -4,6 +4,7 @@ import math
 import os
 import pty
 import re
+import select
 import sys
 import termios
 
@@ -94,6 +95,7 @@ def test_on_a_terminal_a_bar_within_80_columns():
         shown = b""
         # A busy terminal gives it in pieces.
         while b"1000/1000" not in shown or not shown.endswith(b"\n"):
+            assert select.select([controller], [], [], 300)[0], shown
             shown += os.read(controller, 2**16)
         drawn = re.split(r"[\r\n]+", shown.decode())
     os.close(controller)

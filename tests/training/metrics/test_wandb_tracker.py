@@ -339,7 +339,7 @@ def test_disabled_does_not_import_wandb(run_dir, mode, environment):
         "tracker.log({'train/step': 1}, 1); tracker.finish({})\n"
         "assert 'wandb' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | environment)
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | environment, timeout=300)
     assert list(run_dir.iterdir()) == []
 
 

@@ -122,7 +122,7 @@ def test_all_threads_of_a_rank_are_bound_to_its_node(system: Path, bound: dict[i
         assert {other.native_id, threading.main_thread().native_id} <= bound.keys()
     finally:
         done.set()
-        other.join()
+        other.join(300)
     assert all(cores == {4, 5, 6, 7} for cores in bound.values())
 
 

@@ -201,7 +201,7 @@ def test_a_rank_that_is_killed_at_any_moment_ends_the_run_and_leaves_no_memory(t
         assert not (tmp_path / "checkpoints").exists()
     finally:
         process.kill()
-        process.wait()
+        process.wait(300)
 
 
 def test_updates_begin_inside_backward_where_a_rank_has_its_gradients_in_one_go():

@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_ends_the_run_at_once(tmp_path: Path, lost: int):
             assert "rank 1: its process was killed (SIGKILL)" in read_summary(tmp_path)["reason"]
     finally:
         process.kill()
-        process.wait()
+        process.wait(300)
 
 
 def free_port() -> int:

@@ -231,11 +231,11 @@ def test_the_commit_is_that_of_the_source_alone(tmp_path: Path):
     assert hardware.commit(tmp_path) is None
     source = tmp_path / "checkout"
     git = ["git", "-C", str(source), "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    subprocess.run(["git", "init", "-q", str(source)], check=True)
+    subprocess.run(["git", "init", "-q", str(source)], check=True, timeout=300)
     (source / "file").write_text("1")
-    subprocess.run([*git, "add", "file"], check=True)
-    subprocess.run([*git, "commit", "-qm", "first"], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    subprocess.run([*git, "add", "file"], check=True, timeout=300)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True, timeout=300)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True, timeout=300).stdout
     (source / "file").write_text("2")
     known = hardware.commit(source)
     assert known == f"{head[:10]}-dirty"

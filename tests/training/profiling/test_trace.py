@@ -151,7 +151,7 @@ def test_other_threads_are_traced(streams, tmp_path: Path):
     with tracing(tmp_path / "t.json", streams):
         thread = Thread(target=work)
         thread.start()
-        thread.join()
+        thread.join(300)
     assert read_timeline(tmp_path / "t.json").busy("host update")
 
 

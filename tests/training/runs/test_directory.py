@@ -160,7 +160,7 @@ def test_the_lock_goes_with_its_process(tmp_path: Path):
         "import os, signal, sys; from pathlib import Path; from training.runs.directory import locked\n"
         "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT).returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, timeout=300).returncode == -signal.SIGKILL
     with locked(tmp_path):
         pass
 

@@ -116,7 +116,7 @@ def test_a_process_whose_parent_is_killed_gets_sigterm(tmp_path: Path):
     child = wait_for(tmp_path / "pid")
     assert runs(child)
     parent.kill()
-    parent.wait()
+    parent.wait(300)
     wait_for_end(child)
 
 

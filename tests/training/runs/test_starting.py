@@ -132,6 +132,8 @@ def test_the_last_that_is_due_at_the_end_spares_the_collections():
     late = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()))"
     early = late.replace("import atexit, gc; ", "")
     program = f"import atexit, gc; {early}; from training.runs import starting; starting.end_soon(); {late}"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
     before, after = map(int, ended.stdout.split())
     assert before == 0 < after

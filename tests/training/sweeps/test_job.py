@@ -131,7 +131,7 @@ def test_a_sweep_of_train_py_that_is_killed_is_saved_and_continued(tmp_path: Pat
         wait_for_metrics(process, sweep / "0", tmp_path / "output")
     finally:
         process.kill()
-        process.wait()
+        process.wait(300)
     wait_until((sweep / "0" / "summary.json").exists, "the job has not ended")
     stopped = read_summary(sweep / "0")
     assert stopped["status"] == "stopped", (tmp_path / "output").read_text()
