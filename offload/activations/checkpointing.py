@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.torch_private.block_attributes import BlockAttributes
-from offload.torch_private.block_buffers import BlockBuffers
 from offload.torch_private.module_contexts import ReplacedForward
+from offload.torch_private.recomputed_blocks import BlockAttributes, BlockBuffers
 from offload.torch_private.saved_tensor_hooks import active_hooks, counting_checkpoint, leave_weights_uncounted
 from offload.torch_private.torch_internals import tree_flatten, tree_unflatten
 

@@ -17,8 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload.activations.host_pool import HostPool
 from offload.activations.policy import Choice, FixedBudget, Outcome, SpanRecord
-from offload.activations.span_table import SpanTable, StepRecord
-from offload.activations.storages import SavedSpan, version_handle
+from offload.activations.span_table import SavedSpan, SpanTable, StepRecord, version_handle
 from offload.activations.swapped_span import ByteRange, PackedTensor, SpanCopies, SwappedSpan, UnswappedTensor
 from offload.memory.host_memory import HostArena
 from offload.memory.limits import free_device_bytes

@@ -23,8 +23,7 @@ from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer
 from offload.weights.prefetching.filler import Filler, Forecast
 from offload.weights.units.partition import CutModel
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Units that wait in the ring: one is copied while others are read.
 RING_BLOCKS = 4

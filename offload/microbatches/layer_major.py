@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.microbatches.lockstep import Lockstep, Threads
 from offload.streams.registry import Streams
-from offload.torch_private.block_buffers import look_again
+from offload.torch_private.recomputed_blocks import look_again
 from offload.torch_private.torch_internals import sequence_number, set_sequence_number
 
 # Autograd gives the nodes that accumulate gradients numbers from here on, so that they run as soon as they can.

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from offload.microbatches.layer_major import nodes_of
-from offload.torch_private.block_attributes import BlockAttributes
-from offload.torch_private.block_buffers import buffers_of
 from offload.torch_private.buffer_states import NOTHING, copied, get, put
-from offload.torch_private.random_state import RandomState
-from offload.torch_private.running_microbatch import SideBySideError
+from offload.torch_private.recomputed_blocks import BlockAttributes, RandomState, buffers_of
+from offload.torch_private.threads import SideBySideError
 
 _TENSORS = {"_parameters", "_buffers"}
 _CONTAINERS = (dict, OrderedDict, list, set)

@@ -5,6 +5,7 @@ The default of every method is the behaviour of a resident model.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,11 +23,55 @@ from offload.sharing.sharers import NO_SHARERS, Sharers
 from offload.speculation.trials import Speculation
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
-from offload.torch_private.attachment import attaching
 from offload.weights.footprint import Footprint
 from offload.weights.units.partition import cut
 from offload.weights.units.placement import DevicePlacement
 from offload.weights.units.unfilled import UnfilledTensors
+
+_mode_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+class Attachment:
+    """Notes that the modules of `model`, those inside it too, have the mode called `mode`, until `release`.
+
+    Raises RuntimeError in one line, noting nothing, where one of them has a mode already: because it, a module around
+    it or one inside it was attached before.
+    """
+
+    def __init__(self, model: nn.Module, mode: str):
+        modules = dict(model.named_modules())
+        for name, module in modules.items():
+            if module in _mode_of:
+                raise RuntimeError(
+                    f"{name or type(module).__name__} is attached already, to the mode {_mode_of[module]}: detach that"
+                    " mode before you attach another"
+                )
+        self._modules = list(modules.values())
+        for module in self._modules:
+            _mode_of[module] = mode
+
+    def release(self) -> None:
+        """Forgets the mode: the modules may be attached again."""
+        for module in self._modules:
+            _mode_of.pop(module, None)
+
+
+@contextmanager
+def attaching(model: nn.Module, mode: object, streams: object) -> Iterator[Attachment]:
+    """Surrounds what attaches `mode` to `model`. Gives the attachment, which an exception in the block releases.
+
+    Raises TypeError in one line for a device in place of its streams.
+    """
+    if isinstance(streams, (str, torch.device)):
+        raise TypeError(f"attach to {streams!r}: give the streams of a device, as offload.acquire({streams!r}) returns")
+    # A mode is known by the file that it is in.
+    attachment = Attachment(model, type(mode).__module__.rpartition(".")[2])
+    try:
+        yield attachment
+    except BaseException:
+        attachment.release()
+        raise
+
 
 # A group of parameters of an optimizer, with its hyper-parameters.
 Group = dict[str, Any]

@@ -29,11 +29,11 @@ from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.modes.weight_mode import AttachedWeights, WeightMode
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
-from offload.torch_private.block_buffers import buffers_here
 from offload.torch_private.buffer_states import Place, own_copies
 from offload.torch_private.module_contexts import WrappedForward
-from offload.torch_private.running_microbatch import SideBySideError, running_microbatch
+from offload.torch_private.recomputed_blocks import buffers_here
 from offload.torch_private.tensor_parts import true_bytes
+from offload.torch_private.threads import SideBySideError, running_microbatch
 from offload.torch_private.torch_internals import check_no_transform, has_gradient_hooks
 from offload.weights.footprint import Footprint
 from offload.weights.units.partition import CutPoint

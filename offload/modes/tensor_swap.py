@@ -21,7 +21,7 @@ from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.streams.transfer import Telemetry, Transfer
-from offload.torch_private.one_thread import OneThread
+from offload.torch_private.threads import OneThread
 from offload.weights.footprint import Footprint
 
 # Smaller tensors stay on the device: a copy of theirs takes the host longer than it is worth.

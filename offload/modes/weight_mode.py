@@ -31,7 +31,7 @@ from offload.torch_private.fused_optimizers import counting_fused_updates
 from offload.torch_private.module_contexts import check_recompute_is_outside
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.released import why_kept
-from offload.weights.gradients.updates import Updates
+from offload.weights.gradients.seams import Updates
 from offload.weights.prefetching.filler import Filler
 from offload.weights.streamer import WeightStreamer
 from offload.weights.units.partition import (

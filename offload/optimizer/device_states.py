@@ -16,8 +16,7 @@ from offload.optimizer.states import some_elements
 from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 class DeviceStates:

@@ -21,10 +21,9 @@ from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal
 from offload.torch_private.module_contexts import OwnHook
 from offload.weights.gradients.ring import RingBlock
-from offload.weights.gradients.updates import Updates
+from offload.weights.gradients.seams import Updates
 from offload.weights.streamer import WeightStreamer
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Cores that updates leave to others: backward's thread, the one that launches, and the copies', while these are busy.
 BUSY_CORES = 3

@@ -19,8 +19,7 @@ from offload.streams.counters import Counters
 from offload.streams.registry import Event, Signal, Streams
 from offload.streams.transfer import profiled
 from offload.weights.gradients.ring import RingBlock
-from offload.weights.units.gradient_slot import GradientSlot
-from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit import GradientSlot, OffloadUnit
 
 # Each thread has a clock of its own in the stream checker.
 _numbers = itertools.count(1)

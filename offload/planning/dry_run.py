@@ -23,9 +23,9 @@ from offload.planning.meta_kernels import fused_kernels
 from offload.planning.simulated_streams import Bandwidth, PlannedSharers, SimulatedStreams
 from offload.sharing.sharers import NO_SHARERS
 from offload.streams.stream_checker import CheckedStreams
-from offload.torch_private.block_attributes import restore
+from offload.torch_private.recomputed_blocks import restore
 from offload.torch_private.torch_internals import gradient_accumulator
-from offload.weights.gradients.updates import ImmediateUpdates
+from offload.weights.gradients.seams import ImmediateUpdates
 from offload.weights.units.partition import cut
 
 # The first step records the order of use; the second knows it, as all later ones do.

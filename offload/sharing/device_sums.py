@@ -18,8 +18,7 @@ from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import Sharers
 from offload.sharing.sum_memory import SumRing
 from offload.streams.deferred_free import PendingFree
-from offload.streams.points import Points
-from offload.streams.registry import Event, Streams
+from offload.streams.registry import Event, Points, Streams
 from offload.streams.transfer import Transfer, profiled
 from offload.torch_private.torch_internals import gradient_accumulator
 from offload.weights.gradients.offloader import is_sparse

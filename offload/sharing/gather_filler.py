@@ -25,11 +25,10 @@ from offload.sharing.summing import GradientSum
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer, profiled
 from offload.weights.gradients.landing import GradientLanding
-from offload.weights.gradients.updates import Updates
+from offload.weights.gradients.seams import Updates
 from offload.weights.prefetching.filler import Filler, Forecast
 from offload.weights.units.partition import CutModel
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # In place of a unit's index: the step has ended, and nothing is fetched any more.
 END_OF_STEP = -1

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from offload.sharing.sharers import OWN_HOMES
 from offload.weights.units.partition import CutModel, Window
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # The alignment of tensors that processes share, and of their slices: 256 numbers, a block of states in 8 bits.
 SHARED_ALIGNMENT_BYTES = 1024

@@ -19,8 +19,7 @@ from offload.sharing.sharers import Sharers
 from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, slices_of
 from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Streams
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Sums that have room at once: one that is made, and one that goes home.
 SUMS_IN_RING = 2

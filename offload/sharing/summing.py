@@ -18,13 +18,11 @@ from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import OWN_HOMES, Sharers
 from offload.sharing.sum_memory import SumHome, SumLayout, SumRing
 from offload.streams.deferred_free import DeferredFrees, PendingFree
-from offload.streams.points import Points
-from offload.streams.registry import Streams
+from offload.streams.registry import Points, Streams
 from offload.streams.transfer import Transfer, profiled
-from offload.weights.gradients.destination import Destination
 from offload.weights.gradients.landing import GradientLanding
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.gradients.seams import Destination
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Units whose gradients may wait for those of the sharers. Beyond that the oldest goes home, to be summed after it.
 WAITING_UNITS = 4

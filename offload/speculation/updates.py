@@ -18,8 +18,7 @@ from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal
 from offload.weights.gradients.ring import RingBlock
 from offload.weights.streamer import WeightStreamer
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 def overlapping(

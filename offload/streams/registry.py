@@ -6,7 +6,7 @@ never takes the streams away from another. Streams that nobody refers to any mor
 forgotten. On the CPU, which has no streams, the same calls reach `stream_checker`, which executes in program order and
 checks that every wait that a GPU would need was queued.
 
-`Streams`, `Stream`, `Event` and `Signal` are the protocols that both implement.
+`Streams`, `Stream`, `Event` and `Signal` are the protocols that both implement. `Points` are events of several streams.
 """
 
 from __future__ import annotations
@@ -241,3 +241,34 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+class Points:
+    """Streams on which parts of something are made, and, once all parts are queued, a point of each.
+
+    Autograd runs an operation of backward on the stream of its forward, so the gradients of one layer may be made on
+    several.
+    """
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+        self._events: dict[Stream, Event] = {}
+
+    def note(self) -> None:
+        """Notes that the stream on which kernels are launched now makes a part."""
+        if self._streams.compute not in self._events:
+            self._events[self._streams.compute] = self._streams.event()
+
+    def record(self) -> None:
+        """Marks where each stream is now."""
+        for stream, event in self._events.items():
+            event.record(stream)
+
+    def hold_up(self, stream: Stream) -> None:
+        """Makes `stream` wait for what was marked last."""
+        for event in self._events.values():
+            stream.wait_event(event)
+
+    def clear(self) -> None:
+        """Forgets the streams."""
+        self._events.clear()

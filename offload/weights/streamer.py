@@ -20,11 +20,11 @@ from offload.memory.host_memory import HostArena
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.streams.transfer import Telemetry, Transfer
-from offload.torch_private.block_buffers import arrived, leaving
+from offload.torch_private.recomputed_blocks import arrived, leaving
 from offload.torch_private.tensor_parts import lies_flat, version_of, wraps
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.ring import gradient_ring_bytes
-from offload.weights.gradients.updates import NO_UPDATES, Updates
+from offload.weights.gradients.seams import NO_UPDATES, Updates
 from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.prefetching.slot_contents import SlotContents

@@ -59,7 +59,7 @@ CALLS = (
     (CheckedSignal, "follow"),
 )
 # They act for a caller or for a thread that waits. A call site is their line and the caller's.
-BETWEEN = ("streams/transfer.py", "streams/points.py", "optimizer/worker.py", "optimizer/overlap.py")
+BETWEEN = ("streams/transfer.py", "streams/registry.py", "optimizer/worker.py", "optimizer/overlap.py")
 
 
 def _site() -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 KEEP = "keep gradients (optimizer.gradients=keep; in a loop of your own, AttachOptions(release_gradients=False))"
 

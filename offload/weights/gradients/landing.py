@@ -15,7 +15,7 @@ from torch import nn
 from offload.memory.host_memory import HostArena
 from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
-from offload.torch_private.running_microbatch import SideBySideError
+from offload.torch_private.threads import SideBySideError
 from offload.torch_private.torch_internals import (
     call_after_backward,
     count_references,
@@ -23,13 +23,11 @@ from offload.torch_private.torch_internals import (
     is_in_data_parallel,
     left_out_of_graphs,
 )
-from offload.weights.gradients.destination import Destination
 from offload.weights.gradients.final import FinalGradients
 from offload.weights.gradients.offloader import GradientOffloader, Landing
 from offload.weights.gradients.released import ReleasedGradients, used_on_host
-from offload.weights.gradients.updates import NO_UPDATES, Updates
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.gradients.seams import NO_UPDATES, Destination, Updates
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 class GradientLanding:

@@ -13,8 +13,7 @@ from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.registry import Stream
 from offload.streams.transfer import Transfer
 from offload.weights.gradients.ring import RingBlock
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Gradients that wait to leave together: on the fastest bus of today they take 0.3 ms, and the host saves an event, a
 # wait and a stream context for each of them.

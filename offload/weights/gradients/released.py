@@ -18,9 +18,8 @@ from offload.torch_private.torch_internals import has_gradient_hooks
 from offload.weights.gradients.final import KEEP, NotFinalError
 from offload.weights.gradients.offloader import GradientOffloader, is_sparse
 from offload.weights.gradients.ring import GradientRing, gradient_ring_bytes
-from offload.weights.gradients.updates import Updates
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.gradients.seams import Updates
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 def why_kept(units: Sequence[OffloadUnit]) -> str | None:

@@ -17,8 +17,7 @@ import torch
 
 from offload.memory.host_memory import HostBlock, aligned
 from offload.streams.registry import Signal, Streams
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # The ring has room for the gradients of this many of the largest units: one is computed, one lands, one is updated, and
 # one is between these.

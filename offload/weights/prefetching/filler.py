@@ -17,10 +17,9 @@ from offload.memory.host_memory import HostArena
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer
 from offload.weights.gradients.landing import GradientLanding
-from offload.weights.gradients.updates import NO_UPDATES, Updates
+from offload.weights.gradients.seams import NO_UPDATES, Updates
 from offload.weights.units.partition import CutModel
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 class Forecast(NamedTuple):

@@ -25,8 +25,7 @@ from offload.memory.device_slots import DeviceSlot, DeviceSlots
 from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
 from offload.weights.prefetching.filler import Filler
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 class SlotContents:

@@ -17,8 +17,7 @@ from offload.knobs import parse_bytes
 from offload.torch_private.tensor_parts import lies_flat, true_bytes, wraps
 from offload.weights.units.layouts import check_buffer, check_frozen
 from offload.weights.units.placement import ModuleAttribute
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Of the bytes of a model, for the units that stay on the device first. While backward computes two blocks of 32 (7B at
 # 4k tokens: 12 ms), the gradients of the third come home (4 to 8 ms), and the host starts the next step (4): it is

@@ -1,4 +1,4 @@
-"""OffloadUnit: the parameters and buffers that move between host and device together.
+"""OffloadUnit: the parameters and buffers that move between host and device together, each a `UnitTensor`.
 
 A parameter that two units use has one home, in the first of them; the windows of the second open the first as well, so
 that it is copied in once and its gradients are summed once.
@@ -39,9 +39,179 @@ from torch import nn
 
 from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, HostBlock, aligned
 from offload.streams.registry import Event
-from offload.torch_private.torch_internals import without_torch_function
-from offload.weights.units.placement import held_by, move_to
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.torch_private.tensor_parts import Places, TakenApart, places_of
+from offload.torch_private.torch_internals import gradient_hooks, without_torch_function
+from offload.weights.units.layouts import Layout, Piece
+from offload.weights.units.placement import ModuleAttribute, held_by, move_into, move_to, put_over
+
+
+class GradientSlot:
+    """Memory at home for one gradient, which lies in it as `piece` says; `name` is that of the parameter.
+
+    `memory` is None for a parameter that is frozen, or whose gradients go somewhere else. `landed_in` is the memory
+    that the last gradient was copied into, `memory` or the parameter's earlier gradient; `landed` ends that copy, and
+    `_version` is autograd's version counter after it. `norm` is the L2 norm of this step's gradient (a float32 scalar
+    on the device) where norms are wanted. `is_released`: this step's gradient went to its update, and is in no `.grad`.
+    `meets_host_gradient`: a loss has used the parameter on the host besides its stand-in.
+    """
+
+    def __init__(self, name: str, piece: Piece):
+        self._name, self._piece = name, piece
+        self.memory: torch.Tensor | None = None
+        self.landed_in: torch.Tensor | None = None
+        self.landed: Event | None = None
+        self.norm: torch.Tensor | None = None
+        self.is_released = False
+        self.meets_host_gradient = False
+        self._version = 0
+
+    def over(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient over `memory`, uint8, of the parameter's shape, strides and dtype."""
+        # `.data` has a version counter of its own, which shows whether this gradient was changed.
+        return self._piece.over(memory).data
+
+    def lie_in(self, memory: torch.Tensor) -> None:
+        """Gives the gradient host memory: uint8 with a storage of its own, so that its users can be counted."""
+        self.memory = self.over(memory)
+
+    def make_memory(self, arena: HostArena) -> None:
+        """Gives the gradient a block of its own."""
+        self.lie_in(arena.allocate(self._piece.nbytes, f"gradient of {self._name}").bytes)
+
+    def begin_step(self) -> None:
+        """Forgets what the last step has noted."""
+        self.norm, self.is_released = None, False
+
+    def lands(self, host: nn.Parameter, target: torch.Tensor, done: Event) -> None:
+        """Notes that the gradient of `host` is in `target` once `done` is past, and makes it the one of `.grad`."""
+        self.landed, self.landed_in, self._version = done, target, target._version
+        host.grad = target
+
+    def is_as_landed(self, host: nn.Parameter) -> bool:
+        """Tells whether the gradient of `host` is the one that landed: not replaced, dropped or changed since."""
+        landed_in = self.landed_in
+        return landed_in is not None and host.grad is landed_in and landed_in._version == self._version
+
+    def leaves_to_autograd(self, host: nn.Parameter, gradient: torch.Tensor) -> bool:
+        """Tells whether autograd gets this gradient of `host` in host memory, and accumulates it there itself.
+
+        Hooks run on the host, where they were registered, and autograd accumulates what they return. Where a loss uses
+        the weight on the host, autograd adds that gradient first, and then the sum to the earlier. It also joins sparse
+        gradients, whose bytes are not known before, converts gradients of other dtypes, and keeps the graph of those
+        of `create_graph`.
+        """
+        earlier = host.grad
+        return bool(
+            any(gradient_hooks(host))
+            or (self.meets_host_gradient and earlier is not None)
+            or gradient.requires_grad
+            or gradient.layout is not torch.strided
+            or (earlier is not None and (earlier.layout is not torch.strided or earlier.dtype is not gradient.dtype))
+        )
+
+    def __str__(self) -> str:
+        return f"host gradient of {self._name}"
+
+
+@dataclass(eq=False)
+class UnitTensor:
+    """A parameter or buffer of a unit: the modules that hold it, and its bytes in the unit's flat buffer.
+
+    `layout` says how it lies there. `host` is the tensor that modules hold outside of windows; once the unit is at
+    home, its data lies in the host block, or where an extension has put it, at the addresses `home` of its parts.
+    `origin` is the device on which it was found, and `found` is the tensor itself if that was the meta device.
+    `gradient` is where its gradient goes at home. Its stand-in on the device is with `windows.stand_in`.
+    """
+
+    name: str
+    host: torch.Tensor
+    attributes: list[ModuleAttribute]
+    offset: int
+    home: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.found, self.origin = (self.host if self.host.is_meta else None), self.host.device
+        self.shape, self.dtype = self.host.shape, self.host.dtype
+        self.layout = Layout(self.host)
+        # Those of its first part.
+        self.strides = self.layout.pieces[0].strides
+        self.is_buffer = self.attributes[0].is_buffer
+        self.gradient = GradientSlot(self.name, self.layout.pieces[0])
+        self._home_places: Places | None = None
+        self._taken_apart: TakenApart | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.host.requires_grad
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a view of each plain tensor in `flat` (uint8, laid out as the unit), in the order of `parts`."""
+        start = self.offset
+        return self.layout.views(lambda offset, nbytes: flat[start + offset : start + offset + nbytes])
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The plain tensors of which `host` consists."""
+        return self.taken_apart.parts if self.layout.is_compound else [self.host]
+
+    @property
+    def taken_apart(self) -> TakenApart:
+        """The parts of a `host` that consists of several.
+
+        To take a tensor apart runs much code of its class. So the parts are kept until `forget_parts`, or until `host`
+        gets others.
+        """
+        taken = self._taken_apart
+        if taken is None or taken.tensor is not self.host or not taken.is_current:
+            taken = self._taken_apart = TakenApart(self.host)
+        return taken
+
+    def forget_parts(self) -> None:
+        """Takes `host` apart anew from now on, where its user may have given it other parts that nothing shows."""
+        if self._taken_apart is not None and not self._taken_apart.shows_parts:
+            self._taken_apart = None
+
+    @property
+    def is_home(self) -> bool:
+        """True if the data of the host tensor is at home: its user has not given it other data.
+
+        The same memory in another order, as `weight.data.t()` is, is other data.
+        """
+        if not self.layout.is_compound:
+            host, nothing = self.host, not self.home or not self.nbytes
+            return nothing or (host.data_ptr() == self.home[0] and host.stride() == self.strides)
+        return not self.home or self.taken_apart.places == self._home_places
+
+    def move_into(self, memory: list[torch.Tensor]) -> None:
+        """Makes `memory`, a tensor for each part, the home of the tensor, with its values."""
+        self.host = move_into(memory, self.host, self.attributes)
+        self._lies_in(memory)
+
+    def lie_in(self, views: list[torch.Tensor]) -> None:
+        """Makes `views`, uint8, one for each part, the home of the tensor, with the values that are there."""
+        memory = [piece.over(view) for piece, view in zip(self.layout.pieces, views, strict=True)]
+        self.host = put_over(memory, self.host, self.attributes)
+        self._lies_in(memory)
+
+    def _lies_in(self, memory: list[torch.Tensor]) -> None:
+        self.home = [piece.data_ptr() for piece in memory]
+        self._home_places = places_of(memory)
+
+    def check_data(self, host: torch.Tensor, home: torch.device) -> None:
+        """Raises RuntimeError in one line if `host` is a tensor that cannot be streamed in this one's place.
+
+        `home` is the device of the unit's block: the host, and in a dry run the meta device.
+        """
+        if (host.shape, host.dtype, host.device) != (self.shape, self.dtype, home) or not self.layout.fits(host):
+            raise RuntimeError(
+                f"{self.name} is {host.dtype} of shape {tuple(host.shape)} on {host.device} now and was {self.dtype} of"
+                f" shape {tuple(self.shape)} in host memory when the mode was attached: it was moved or replaced;"
+                " detach the mode before model.to(), .cuda() or .half(), and attach it again"
+            )
 
 
 @dataclass(eq=False)

@@ -10,8 +10,7 @@ from torch import nn
 from offload.memory.host_memory import HostArena
 from offload.torch_private.tensor_parts import wraps
 from offload.weights.units.layouts import check_frozen
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 def is_as_taken(unit: OffloadUnit) -> bool:

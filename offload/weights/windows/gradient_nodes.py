@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from offload.torch_private.torch_internals import compiles_frames, is_traced, left_out_of_graphs, set_sequence_number
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Nodes of this number or a higher one are not put in another order by microbatches side by side.
 AT_ONCE = 2**63

@@ -16,8 +16,7 @@ from torch import nn
 
 from offload.memory.device_slots import DeviceSlots
 from offload.torch_private.module_contexts import OwnHook
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Called with the unit and the tensor that are about to be read. Returns the tensor that the reader gets, or None for
 # that which the module holds afterwards.

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from offload.torch_private.running_microbatch import SideBySideError
 from offload.torch_private.tensor_parts import lies_flat
+from offload.torch_private.threads import SideBySideError
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.windows.gradient_nodes import share_of
-from offload.weights.windows.stand_in_class import like_host
+from offload.weights.windows.stand_in import like_host
 
 
 class ResidentShares:

@@ -6,16 +6,25 @@ is made there. All other tensors are passed to the hooks that were active before
 the same hooks, and so sees in its recompute exactly the tensors that it saw in forward. A checkpoint of the user's own
 sees the weights, too: it counts the tensors that are saved, and backward that asks for one of them runs its recompute,
 in which forward changes buffers again, to the last of them.
+
+Code also writes `ctx.weight = weight` in a function of its own, where hooks do not see it, and the products of
+bitsandbytes keep the packed weight and its quantisation state so. At the end of a forward in a window, the contexts
+that it made are searched for views of slots, which are noted by name (`name_kept_weights`). Before backward runs such a
+function, it gets views of the slot where the unit is then. Not found: what a function keeps in a closure, or in a place
+of its own outside of its context.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.memory.device_slots import PLAIN, DeviceSlot, DeviceSlots
@@ -28,7 +37,7 @@ from offload.torch_private.saved_tensor_hooks import (
     counting_checkpoint,
 )
 from offload.torch_private.selective_checkpoints import check_what_is_kept
-from offload.torch_private.tensor_parts import Wrapping, parts, wraps
+from offload.torch_private.tensor_parts import Wrapping, parts, replaced_in, tensors_in, wraps
 from offload.torch_private.torch_internals import (
     NO_CONTEXT,
     compiles_frames,
@@ -270,3 +279,46 @@ class _PackWeights(PackHook):
     def claims(self, tensor: torch.Tensor) -> bool:
         """Tells whether the tensor is a weight: it is saved by name whatever hooks stand inside."""
         return self._slot_of(tensor) is not None
+
+
+# A value of a context, and its tensors: by name (`SavedWeights.named`), or themselves.
+KeptByFunction = tuple[object, list[object]]
+# The key in a node's metadata.
+NAMED = "offload.kept_weights"
+
+
+def name_kept_weights(
+    contexts: Iterable[weakref.ref[BackwardCFunction]], units: Collection[OffloadUnit], saved: SavedWeights
+) -> None:
+    """Makes the functions of these contexts bring back the weights that they keep, before backward runs them.
+
+    `units` are those whose windows have been open since before the first context was made.
+    """
+    if not units or not torch.is_grad_enabled():
+        return
+    for context in contexts:
+        node = context()
+        # Without inputs that need gradients it is no node of a graph.
+        if node is None or not node.next_functions or NAMED in node.metadata:
+            continue
+        kept = {name: _kept(value, units, saved) for name, value in vars(node).items()}
+        kept = {name: each for name, each in kept.items() if each is not None}
+        if kept:
+            node.metadata[NAMED] = True
+            # The node has the hook: it would keep itself alive.
+            node.register_prehook(functools.partial(_bring_back, context, kept, saved))
+
+
+def _kept(value: object, units: Collection[OffloadUnit], saved: SavedWeights) -> KeptByFunction | None:
+    tensors = list(tensors_in(value))
+    names = [saved.named(tensor, units) for tensor in tensors]
+    if not any(name is not None for name in names):
+        return None
+    return value, [tensor if name is None else name for tensor, name in zip(tensors, names, strict=True)]
+
+
+@left_out_of_graphs
+def _bring_back(node: weakref.ref, kept: dict[str, KeptByFunction], saved: SavedWeights, gradients: tuple) -> None:
+    for name, (value, named) in kept.items():
+        tensors = [each if isinstance(each, torch.Tensor) else saved.unpack(each) for each in named]
+        setattr(node(), name, replaced_in(value, tensors))

@@ -8,19 +8,17 @@ import torch
 from torch import nn
 
 from offload.memory.device_slots import DeviceSlot
-from offload.torch_private.block_attributes import STANDS_FOR
 from offload.torch_private.buffer_states import changes_unseen, may_change, may_write_unseen, version
-from offload.torch_private.running_microbatch import SideBySideError, running_microbatch
+from offload.torch_private.recomputed_blocks import STANDS_FOR
 from offload.torch_private.tensor_parts import STATE, parts, replaced_in, state_of, wraps
+from offload.torch_private.threads import SideBySideError, running_microbatch
 from offload.torch_private.torch_internals import NO_CONTEXT, set_sequence_number, storage_address
 from offload.weights.units.layouts import over
 from offload.weights.units.placement import ModuleAttribute, give_memory
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 from offload.weights.units.user_changes import is_gone
 from offload.weights.windows.gradient_nodes import AT_ONCE, GradientSink, OnDevice, joined_to_host, share_of
-from offload.weights.windows.stand_in import StandIn
-from offload.weights.windows.stand_in_class import DATA_TAKEN, forget_data_taken, give_data, like_host
+from offload.weights.windows.stand_in import DATA_TAKEN, StandIn, forget_data_taken, give_data, like_host
 
 
 def install_stand_ins(

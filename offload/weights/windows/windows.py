@@ -25,12 +25,11 @@ from offload.errors import OUTSIDE_STEP
 from offload.memory.device_slots import DeviceSlots
 from offload.streams.device_work import Home
 from offload.streams.registry import Streams
-from offload.torch_private.block_buffers import arrived, leaving
 from offload.torch_private.function_contexts import function_contexts, watch_contexts
 from offload.torch_private.module_contexts import ModuleContexts, ReplacedForward
-from offload.torch_private.one_thread import OneThread
-from offload.torch_private.running_microbatch import running_microbatch
+from offload.torch_private.recomputed_blocks import arrived, leaving
 from offload.torch_private.selective_checkpoints import hidden_from_selective_checkpoints
+from offload.torch_private.threads import OneThread, running_microbatch
 from offload.torch_private.torch_internals import (
     NO_CONTEXT,
     check_no_transform,
@@ -45,14 +44,11 @@ from offload.torch_private.torch_internals import (
 from offload.weights.gradients.final import FinalGradients
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutModel, open_at_once
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 from offload.weights.windows.gradient_nodes import GradientSink
 from offload.weights.windows.held_tensors import HeldTensors, LeavesSlots, OpenTensors, end_watch, watch_reads
-from offload.weights.windows.kept_by_functions import name_kept_weights
-from offload.weights.windows.returned_tensors import copy_returned
-from offload.weights.windows.saved_weights import SavedWeights
-from offload.weights.windows.scopes import RunningForwards, Scope, ThreadForwards
+from offload.weights.windows.saved_weights import SavedWeights, name_kept_weights
+from offload.weights.windows.scopes import RunningForwards, Scope, ThreadForwards, copy_returned
 from offload.weights.windows.stand_in import StandIn, StandIns
 from offload.weights.windows.stand_ins import (
     copy_of_stand_in,

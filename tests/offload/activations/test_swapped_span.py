@@ -10,7 +10,7 @@ import torch
 
 from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import SpanRecord
-from offload.activations.storages import version_handle
+from offload.activations.span_table import version_handle
 from offload.activations.swapped_span import ByteRange, PackedTensor, SpanCopies, SwappedSpan
 from offload.memory.host_memory import HostBlock
 from offload.streams import registry

@@ -7,8 +7,7 @@ from torch import nn
 
 from offload.weights.units.layouts import over
 from offload.weights.units.placement import ModuleAttribute
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 def tensor_of(parameter: nn.Parameter, name: str = "weight") -> UnitTensor:

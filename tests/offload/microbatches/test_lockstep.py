@@ -11,7 +11,7 @@ import torch
 
 from offload.microbatches.lockstep import Lockstep, Threads
 from offload.optimizer.kernels import torch_threads
-from offload.torch_private.running_microbatch import running_microbatch
+from offload.torch_private.threads import running_microbatch
 
 
 @pytest.fixture

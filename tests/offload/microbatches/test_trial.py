@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload.microbatches.trial import compute_alike
-from offload.torch_private.running_microbatch import SideBySideError
+from offload.torch_private.threads import SideBySideError
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""The contract: what every mode does, and what a mode that overrides nothing does."""
+"""The contract: a module has one mode at a time, and a mode that overrides nothing leaves the model resident."""
 
 from __future__ import annotations
 
@@ -6,15 +6,55 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
+from torch import nn
 
 from offload.errors import KnobError
 from offload.knobs import explanations, knob
 from offload.modes.activation_mode import ActivationMode
-from offload.modes.mode import Mode
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.mode import Attachment, Mode, attaching
+from offload.modes.none import Resident
+from offload.streams import registry
 from offload.streams.counters import Counters
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.models import Stack, same_as_resident, stack_inputs, under, with_copy
 from tests.offload.helpers.modes import mode_classes, small
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+
+
+def test_a_module_inside_or_around_an_attached_one_is_refused_by_its_name(model: nn.Module):
+    attachment = Attachment(model[0], "layer_stream")
+    for other, name in ((model[0], "Sequential"), (model[0][0], "Linear"), (model, "0"), (nn.Sequential(model), "0.0")):
+        with pytest.raises(
+            RuntimeError, match=rf"^{name} is attached already, to the mode layer_stream: detach"
+        ) as found:
+            Attachment(other, "none")
+        assert "\n" not in str(found.value)
+    # Nothing was noted of those that were refused.
+    Attachment(model[1], "none").release()
+    attachment.release()
+    Attachment(model, "none").release()
+
+
+def test_an_exception_while_attaching_releases(model: nn.Module, streams: registry.Streams):
+    with pytest.raises(ZeroDivisionError), attaching(model, Resident(), streams):
+        raise ZeroDivisionError
+    with attaching(model, Resident(), streams) as attachment:
+        pass
+    with pytest.raises(RuntimeError, match="to the mode none"):
+        Attachment(model, "other")
+    attachment.release()
+
+
+def test_a_device_in_place_of_its_streams_is_refused(model: nn.Module):
+    for mode in (Resident(), BounceLinear()):
+        with pytest.raises(TypeError, match=r"^attach to 'cpu': give the streams of a device, as offload.acquire"):
+            mode.attach(model, "cpu")
+
 
 MODES = sorted(mode_classes())
 

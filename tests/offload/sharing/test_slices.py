@@ -8,8 +8,7 @@ from torch import nn
 
 from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, Slices, check_divisible, slices_of
 from offload.weights.units.placement import ModuleAttribute
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])

@@ -17,8 +17,7 @@ from offload.sharing.links import CopyLinks, Links
 from offload.sharing.summing import GradientSum
 from offload.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
 from offload.torch_private.torch_internals import gradient_accumulator
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collectives
 

@@ -14,7 +14,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import AttachOptions
 from offload.sharing.summing import WAITING_UNITS
 from offload.streams.stream_checker import CheckedStreams
-from offload.weights.gradients.updates import Updates
+from offload.weights.gradients.seams import Updates
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 

@@ -1,4 +1,4 @@
-"""The streams of a device are made once, shared, counted, and dropped by the last release."""
+"""The streams of a device are made once, shared, counted, and dropped by the last release; waits for several."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from offload.streams import registry
+from offload.streams.registry import Points
+from offload.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
 
 
 def test_streams_are_shared_and_counted():
@@ -125,3 +127,35 @@ def test_streams_of_a_gpu_are_current_as_torch_sees_it():
             assert streams.compute == torch.cuda.current_stream() == streams.h2d
         assert torch.cuda.current_stream() == side
     assert streams.compute == torch.cuda.current_stream() == default
+
+
+class Part:
+    """Something that a stream makes, as the stream checker knows it."""
+
+
+def test_a_stream_waits_for_what_all_have_made_until_the_mark():
+    streams, side = CheckedStreams(torch.device("cpu")), CheckedStream("side")
+    points, parts, later = Points(streams), [Part(), Part(), Part()], Part()
+    for part, stream in zip(parts, (streams.compute, side, streams.compute), strict=True):
+        with streams.on(stream):
+            points.note()
+            streams.writes(streams.compute, part, "a part")
+    points.record()
+    streams.writes(streams.compute, later, "what comes later")
+    points.hold_up(streams.gather)
+    for part in parts:
+        streams.reads(streams.gather, part, "a sum")
+    with pytest.raises(StreamOrderError):
+        streams.reads(streams.gather, later, "a sum")
+
+
+def test_streams_that_are_forgotten_hold_up_nothing():
+    streams, part = CheckedStreams(torch.device("cpu")), Part()
+    points = Points(streams)
+    points.note()
+    streams.writes(streams.compute, part, "a part")
+    points.record()
+    points.clear()
+    points.hold_up(streams.gather)
+    with pytest.raises(StreamOrderError):
+        streams.reads(streams.gather, part, "a sum")

@@ -12,7 +12,7 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Attached
 from offload.weights.gradients.landing import GradientLanding
-from offload.weights.gradients.updates import Updates
+from offload.weights.gradients.seams import Updates
 from tests.offload.helpers.models import Stack, stack_inputs, under
 
 

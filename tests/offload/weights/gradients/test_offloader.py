@@ -11,8 +11,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.streams.stream_checker import CheckedStreams
 from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.gradients.offloader import GradientOffloader, Landing
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 from tests.offload.helpers.models import Stack, under
 from tests.offload.helpers.units import tensor_of, unit_of_two
 from tests.offload.helpers.updates import DTYPES, MODES, Mixed, made, one_step

@@ -16,7 +16,7 @@ from offload.streams.stream_checker import CheckedStreams, StreamOrderError
 from offload.weights.gradients import ring
 from offload.weights.gradients.ring import GradientRing, gradient_ring_bytes
 from offload.weights.units.partition import cut
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import UnitTensor
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.units import tensor_of
 

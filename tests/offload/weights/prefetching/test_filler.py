@@ -11,7 +11,7 @@ from offload.memory.device_slots import DeviceSlots
 from offload.memory.host_memory import HostArena
 from offload.streams.registry import Streams
 from offload.streams.transfer import Telemetry, Transfer
-from offload.weights.gradients.updates import Updates
+from offload.weights.gradients.seams import Updates
 from offload.weights.prefetching.filler import Filler
 from offload.weights.units.partition import CutModel, CutPoint, cut
 from offload.weights.units.unit import OffloadUnit

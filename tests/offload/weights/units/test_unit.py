@@ -1,15 +1,78 @@
-"""Units at home: host memory, what is checked there, and tensors on the device."""
+"""Units at home: host memory, their tensors, the memory of gradients, and what is checked there."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from offload.memory.host_memory import HostArena
+from offload.torch_private.torch_internals import count_references
 from offload.weights.units.partition import CutPoint, cut
 from offload.weights.units.unfilled import unfilled
-from offload.weights.units.unit import OffloadUnit
-from tests.offload.helpers.units import data_in
+from offload.weights.units.unit import OffloadUnit, UnitTensor
+from offload.weights.units.user_changes import take_changes
+from tests.offload.helpers.units import data_in, tensor_of
+
+
+def is_held(tensor: UnitTensor) -> bool:
+    return count_references(tensor.gradient.memory) > 1
+
+
+def test_the_users_of_a_gradient_are_seen():
+    tensor = tensor_of(nn.Parameter(torch.ones(5, 3)))
+    tensor.gradient.make_memory(HostArena(torch.device("cpu")))
+    assert not is_held(tensor)
+    row = tensor.gradient.memory[0]
+    assert is_held(tensor)
+    del row
+    assert not is_held(tensor)
+    array = tensor.gradient.memory.numpy()
+    assert is_held(tensor)
+    del array
+    same = tensor.gradient.memory
+    assert is_held(tensor)
+    assert same is tensor.gradient.memory
+
+
+def test_memory_of_its_own_has_the_shape_and_dtype_of_the_parameter():
+    tensor, arena = tensor_of(nn.Parameter(torch.ones(5, 3, dtype=torch.bfloat16))), HostArena(torch.device("cpu"))
+    tensor.gradient.make_memory(arena)
+    memory = tensor.gradient.memory
+    assert (memory.shape, memory.dtype) == ((5, 3), torch.bfloat16)
+    assert arena.pageable_bytes == tensor.nbytes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: model.to("meta"),
+        lambda model: setattr(model, "bias", nn.Parameter(torch.ones(4))),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_in_one_line(change):
+    model = nn.Linear(3, 5)
+    unit = at_home(model)
+    change(model)
+    with pytest.raises(RuntimeError, match=r"^(weight|bias) is .* when the mode was attached: it was moved") as refused:
+        take_changes(unit, HostArena(torch.device("cpu")))
+    assert "\n" not in str(refused.value)
+
+
+def test_data_that_the_user_gives_is_not_at_home():
+    model = nn.Linear(4, 4)
+    weight, bias = at_home(model).tensors
+    values = model.weight.detach().clone()
+    for data in (model.weight.data.t(), values):
+        model.weight.data = data
+        assert not weight.is_home
+    assert bias.is_home
+    memory = torch.empty(4, 4)
+    weight.move_into([memory])
+    assert weight.is_home
+    assert model.weight.data_ptr() == memory.data_ptr()
+    assert torch.equal(model.weight, values)
 
 
 def test_home_keeps_values_dtypes_and_identity():

@@ -8,8 +8,7 @@ from torch import nn
 
 from offload.memory.host_memory import HostArena
 from offload.weights.units.partition import CutPoint, cut
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 from offload.weights.windows.gradient_nodes import joined_to_host, share_of
 
 

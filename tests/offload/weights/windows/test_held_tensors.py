@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from offload.weights.units.partition import CutPoint, cut
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 from offload.weights.windows.held_tensors import HeldTensors, OpenTensors, end_watch, watch_reads
 
 

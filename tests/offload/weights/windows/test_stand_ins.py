@@ -11,10 +11,9 @@ from torch import nn
 from offload.memory.device_slots import DeviceSlot
 from offload.memory.host_memory import HostArena
 from offload.streams import registry
-from offload.torch_private.running_microbatch import running
+from offload.torch_private.threads import running
 from offload.weights.units.partition import CutPoint, cut
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 from offload.weights.windows.stand_in import StandIn, StandIns
 from offload.weights.windows.stand_ins import drop_stand_ins, install_stand_ins, remove_stand_ins
 from tests.offload.helpers.units import data_in

@@ -1,20 +1,27 @@
-"""The buffers of a block that is computed twice: once in forward, and again in backward (activation checkpointing).
+"""A block that is computed twice: once in forward, and again in backward (activation checkpointing).
 
-A forward may change buffers of its module: running statistics, the vectors of a power iteration, counters. The
-recompute has to start from the buffers that its own forward started from, or it computes something else; and it has to
-leave them as it found them, or each change is made twice. So the modules hold copies during a recompute.
+The recompute begins with what its own forward began with, or it computes something else, and it leaves what it found,
+or each change is made twice:
 
-Under a mode that streams weights, a buffer is in its module only while a window is open on its unit. Windows report
-that with `arrived` and `leaving`. In between the buffer is left alone: its bytes may be on their way.
+- Attributes, parameters and random numbers (`BlockAttributes`). A forward may count its calls in an attribute, and
+  between forward and backward its user may call `eval()`, change a dropout rate or end a `torch.func.functional_call`.
+  The contents of a value are not kept: a list that a forward adds to has one item more.
+- Buffers: running statistics, the vectors of a power iteration, counters. So the modules hold copies during a
+  recompute. Under a mode that streams weights, a buffer is in its module only while a window is open on its unit.
+  Windows report that with `arrived` and `leaving`. In between the buffer is left alone: its bytes may be on their way.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from offload.torch_private.buffer_states import (
@@ -28,6 +35,108 @@ from offload.torch_private.buffer_states import (
     put,
     version,
 )
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of generators at one moment: those of Python and NumPy, and of torch on the host and a device."""
+
+    python: tuple
+    numpy: dict | None
+    host: torch.Tensor | None = None
+    device: tuple[torch.device, torch.Tensor] | None = None
+
+    @classmethod
+    def of_python(cls) -> RandomState:
+        """Returns the states of Python's generator and NumPy's."""
+        numpy = sys.modules.get("numpy")
+        return cls(random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False))
+
+    @classmethod
+    def of(cls, device: torch.device) -> RandomState:
+        """Returns the states of all generators, that of `device` among them."""
+        python = cls.of_python()
+        on_device = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+        return cls(python.python, python.numpy, torch.get_rng_state(), on_device)
+
+    def restore(self) -> None:
+        """Gives the generators these states."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        if self.host is not None:
+            torch.set_rng_state(self.host)
+        if self.device is not None:
+            device, state = self.device
+            torch.cuda.set_rng_state(state, device)
+
+
+# torch keeps these in step with the parameters, which streaming replaces.
+OF_TORCH = ("_flat_weights", "_flat_weight_refs")
+# The attribute of a tensor that stands in for a parameter, in a window only.
+STANDS_FOR = "_stands_for"
+MISSING = object()
+
+
+class BlockAttributes:
+    """The attributes and parameters of a block's modules, and Python's random numbers, as a forward finds them."""
+
+    def __init__(self, block: nn.Module):
+        self._found = [(vars(module), dict(vars(module)), _own(module)) for module in block.modules()]
+        self._random = RandomState.of_python()
+
+    @contextmanager
+    def in_recompute(self) -> Iterator[None]:
+        """Returns the context of the recompute, also of one that an exception ends early."""
+        here = [(attributes, dict(attributes)) for attributes, _, _ in self._found]
+        random, held = RandomState.of_python(), []
+        for attributes, found, parameters in self._found:
+            restore(attributes, found)
+            for name, tensor in parameters.items():
+                now = attributes["_parameters"].get(name)
+                # A block that takes gradients is computed again inside its own forward, with its window open.
+                if now is not tensor and getattr(now, "__dict__", {}).get(STANDS_FOR) is not tensor:
+                    held.append((attributes["_parameters"], name, now))
+                    attributes["_parameters"][name] = tensor
+        self._random.restore()
+        try:
+            yield
+        finally:
+            random.restore()
+            for parameters, name, now in held:
+                parameters[name] = now
+            for attributes, now in here:
+                restore(attributes, now)
+
+
+def restore(attributes: dict[str, object], found: dict[str, object]) -> None:
+    """Gives a module the attributes that it was found with."""
+    for name in changed(attributes, found):
+        if name in found:
+            attributes[name] = found[name]
+        else:
+            del attributes[name]
+
+
+def changed(attributes: dict[str, object], found: dict[str, object]) -> list[str]:
+    """Returns the names of attributes that are other objects than they were found, that are new, or gone."""
+    if len(attributes) == len(found) and all(found.get(name, MISSING) is value for name, value in attributes.items()):
+        return []
+    names = attributes.keys() | found.keys()
+    return [
+        name for name in names if name not in OF_TORCH and attributes.get(name, MISSING) is not found.get(name, MISSING)
+    ]
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters that are no stand-ins: by the time of the recompute these have other memory."""
+    # Those of a scripted module are in no dictionary.
+    parameters = module._parameters if isinstance(module._parameters, dict) else {}
+    return {
+        name: tensor
+        for name, tensor in parameters.items()
+        if tensor is not None and STANDS_FOR not in getattr(tensor, "__dict__", ())
+    }
 
 
 class BlockBuffers:

@@ -1,19 +1,23 @@
-"""The interface between weight streaming and an optimizer that updates weights while the step still runs.
+"""What extensions put into weight streaming where gradients have landed: `Updates` and `Destination`.
 
-Streaming calls it at fixed points of a step; `offload.optimizer.overlap` implements it. Without such an optimizer
-`NO_UPDATES` takes its place: weights then change between steps only, on the thread that makes the steps.
+Streaming calls `Updates` at fixed points of a step, and `offload.optimizer.overlap` implements it for an optimizer that
+updates weights while the step still runs. Without one, `NO_UPDATES` takes its place: weights then change between steps
+only, on the thread that makes the steps. A `Destination` takes gradients that do not go home one by one. The core has
+no other place: `HOME`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
 
 from offload.streams.counters import Counters
 from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal, Streams
 from offload.weights.gradients.ring import RingBlock
-from offload.weights.units.unit import OffloadUnit
-from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 class Updates:
@@ -98,3 +102,45 @@ class ImmediateUpdates(Updates):
 
 
 NO_UPDATES = Updates()
+
+
+class Destination:
+    """Takes no gradient: all go home. `offload.sharing.summing` sums them over processes.
+
+    `updates` may begin where a gradient is final.
+    """
+
+    takes_gradients = False
+
+    def __init__(self) -> None:
+        self.updates: Updates = NO_UPDATES
+
+    def begin_step(self, norms: bool) -> None:
+        """Begins a step. `norms`: take those of the gradients."""
+
+    def last_microbatch(self) -> None:
+        """Declares that the gradients which land from now on in this step are final."""
+
+    def take(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> bool:
+        """Takes a gradient, or a piece of it; False leaves it to its home. Raises RuntimeError if it comes too late."""
+        return False
+
+    def check_host_use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """Raises RuntimeError where a loss cannot add to a gradient on the host."""
+
+    def end_backward(self) -> None:
+        """Ends the last microbatch, also after an error."""
+
+    def release(self) -> None:
+        """Hands device memory back, for use behind its copies."""
+
+    def summed_parameters(self) -> frozenset[nn.Parameter]:
+        """Returns the parameters whose gradients of the last step are sums over processes."""
+        return frozenset()
+
+    def known_norms(self, norms: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns those of `norms` that are of whole gradients."""
+        return dict(norms)
+
+    def close(self) -> None:
+        """Ends it. The device is idle."""

@@ -1,4 +1,4 @@
-"""Streaming calls an optimizer that updates beside the step, in a fixed order."""
+"""Streaming calls `Updates` in a fixed order; the core's own destination takes nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import Deferral
@@ -13,7 +14,7 @@ from offload.optimizer.overlap import Overlap
 from offload.speculation.updates import SpeculativeOverlap
 from offload.streams.counters import Counters
 from offload.streams.transfer import Transfer
-from offload.weights.gradients.updates import NO_UPDATES, ImmediateUpdates, Updates
+from offload.weights.gradients.seams import NO_UPDATES, Destination, ImmediateUpdates, Updates
 from tests.offload.helpers.models import Stack, stack_inputs, under
 
 
@@ -111,3 +112,11 @@ def test_without_such_an_optimizer_nothing_is_pending():
     assert not NO_UPDATES.early
     assert not NO_UPDATES.is_pending(None)
     assert NO_UPDATES.counters() == Counters()
+
+
+def test_it_leaves_all_gradients_to_their_homes():
+    destination, norms = Destination(), {nn.Parameter(torch.ones(2)): torch.ones(())}
+    assert not destination.takes_gradients
+    assert not destination.take(None, None, torch.ones(2))
+    assert destination.summed_parameters() == frozenset()
+    assert destination.known_norms(norms) == norms

@@ -1,4 +1,4 @@
-"""A second thread's forward is refused while one runs."""
+"""Each thread knows which microbatch it runs, and a second thread's forward is refused while one runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,23 @@ import torch
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
-from offload.torch_private.one_thread import OneThread
-from offload.torch_private.running_microbatch import running
+from offload.torch_private.threads import OneThread, running, running_microbatch
 from tests.offload.helpers.models import Stack, stack_inputs, under
+
+
+def test_a_microbatch_runs_in_its_thread_until_the_block_ends():
+    seen = []
+    assert running_microbatch() is None
+    with running(3):
+        assert running_microbatch() == 3
+        thread = threading.Thread(target=lambda: seen.append(running_microbatch()))
+        thread.start()
+        thread.join()
+        with running(4):
+            assert running_microbatch() == 4
+        assert running_microbatch() == 3
+    assert running_microbatch() is None
+    assert seen == [None]
 
 
 def test_threads_take_turns_or_are_refused():
