@@ -9,6 +9,7 @@ assistant's.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRAIN_ON = ("assistant", "last", "all")
+# The keys of a message that have text, by the names that templates know.
+WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")
+TAGS = re.compile(r"<[^<>]*>|\s")
 WITH_MARKS = "a dataset.template=FILE with {% generation %} marks around what the assistant says"
 
 
@@ -64,6 +68,8 @@ class Renderer:
         self._warned = False
         # The roles of which one message was looked for in its text.
         self._roles: set[str] = set()
+        # The keys of messages that a template was seen to leave out.
+        self._left_out: set[str] = set()
 
     def samples(self, conversations: Iterable[Conversation]) -> Iterator[Sample]:
         """Renders conversations in their order."""
@@ -76,11 +82,6 @@ class Renderer:
     def text(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Returns the text of a conversation, and which of its characters are trained on."""
         text, marked = self.template.render(conversation)
-        self._warn_of_unwritten(conversation, text)
-        if self._train_on == "all":
-            return text, [(0, len(text))]
-        if self._train_on == "assistant" and marked is not None and not conversation.prompt:
-            return text, marked
         turns = [
             place
             for place, message in enumerate(conversation.messages)
@@ -88,6 +89,12 @@ class Renderer:
         ]
         if self._train_on == "last":
             turns = turns[-1:]
+        self._warn_of_unwritten(conversation, text)
+        self._warn_of_left_out(conversation, text, turns)
+        if self._train_on == "all":
+            return text, [(0, len(text))]
+        if self._train_on == "assistant" and marked is not None and not conversation.prompt:
+            return text, marked
         return text, [self._turn(conversation, place, text) for place in turns]
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
@@ -104,24 +111,39 @@ class Renderer:
         if place + 1 == len(conversation.messages):
             return start, len(text)
         through, _ = self.template.render(conversation, place + 1)
-        if not text.startswith(through):
-            # Some templates end the whole text with the token that ends a text.
-            through = through.removesuffix(self.template.end_of_text)
-        if not text.startswith(through) or len(through) <= start:
+        if not through.startswith(text[:start]):
             raise self._lost(turn)
-        return start, len(through)
+        end = self._end(through[start:], text, start)
+        if end is None:
+            raise self._lost(turn)
+        return start, end
+
+    def _end(self, alone: str, text: str, start: int) -> int | None:
+        """Returns where a turn ends that begins at `start` and is written as `alone` if nothing follows; None: unknown.
+
+        Once others follow, a template may leave out empty reasoning (Qwen3), the token that ends a text (Phi-3), or
+        write what ends other messages in its place (gpt-oss).
+        """
+        end = _end_without_tags(alone, text, start)
+        if end is None:
+            end = _end_without_tags(alone.removesuffix(self.template.end_of_text), text, start)
+            before = text[:start].removesuffix(self.begins_turn)
+            if end is not None:
+                ends = (token for token in self.template.added_tokens if before.endswith(token))
+                end += len(next((token for token in ends if text.startswith(token, end)), ""))
+        return end
 
     def _start(self, conversation: Conversation, place: int, text: str, turn: str) -> int:
         if place == 0:
-            start = text.find(self._prompt_alone)
-            if start < 0 or not self._prompt_alone:
+            start = text.find(self.begins_turn)
+            if start < 0 or not self.begins_turn:
                 raise self._lost(turn)
-            return start + len(self._prompt_alone)
+            return start + len(self.begins_turn)
         before, _ = self.template.render(conversation, place, prompting=True)
         if text.startswith(before):
             return len(before)
         # As TRL does: where the text of a turn differs from what prompts for it, the turn begins there.
-        start = next((at for at, (one, other) in enumerate(zip(before, text, strict=False)) if one != other), len(text))
+        start = _alike(before, text)
         without, _ = self.template.render(conversation, place)
         if start < len(without) or not text.startswith(without):
             raise self._lost(turn)
@@ -157,6 +179,23 @@ class Renderer:
                     role,
                 )
 
+    def _warn_of_left_out(self, conversation: Conversation, text: str, turns: Sequence[int]) -> None:
+        """Warns, once for each key, where a turn that is trained on is not wholly in the text: its reasoning, say."""
+        written = ""
+        for place, key in ((place, key) for place in turns for key in WRITTEN if key not in self._left_out):
+            value = conversation.messages[place].get(key)
+            # Templates change spaces and line ends.
+            written = written or "".join(text.split())
+            if isinstance(value, str) and "".join(value.split()) not in written:
+                self._left_out.add(key)
+                logger.warning(
+                    "%s: message %d: the template leaves out all or part of its %s, which is not trained on then: give"
+                    " a dataset.template that writes it",
+                    conversation.where,
+                    place + 1,
+                    key,
+                )
+
     def _lost(self, turn: str) -> UserError:
         other = "" if self._train_on == "last" else "dataset.train_on=last, or "
         return UserError(
@@ -165,11 +204,37 @@ class Renderer:
         )
 
     @cached_property
-    def _prompt_alone(self) -> str:
+    def begins_turn(self) -> str:
         """The text that begins a turn of the assistant."""
         user = Conversation([{"role": "user", "content": "a"}], where="a message of a user")
         without, prompted = (self.template.render(user, prompting=prompting)[0] for prompting in (False, True))
+        if not prompted.startswith(without):
+            without = without.removesuffix(self.template.end_of_text)
         return prompted.removeprefix(without)
+
+
+def _end_without_tags(turn: str, text: str, start: int) -> int | None:
+    """Returns where `turn` ends in `text`, in which it begins at `start` and may lack one run of empty tags.
+
+    None if it is not there, or if more than tags and spaces is missing.
+    """
+    same = _alike(turn, text[start:])
+    for behind in range(same, len(turn)):
+        if text.startswith(turn[behind:], start + same):
+            missing = behind - same
+            # The first of several ways to cut it out: "<a></a>" and not "a></a><".
+            while same and turn[same - 1] == turn[same + missing - 1]:
+                same -= 1
+            if TAGS.sub("", turn[same : same + missing]):
+                return None
+            return start + len(turn) - missing
+    return start + same if turn and same == len(turn) else None
+
+
+def _alike(one: str, other: str) -> int:
+    """Returns how many first characters two texts share."""
+    differ = (at for at, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its)
+    return next(differ, min(len(one), len(other)))
 
 
 def _tokens_of(encoding: Encoding, start: int, end: int) -> Span:

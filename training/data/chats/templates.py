@@ -33,10 +33,7 @@ Beside = TypeVar("Beside")
 
 
 class Template:
-    """The template of `file`, or that of the tokenizer; the tokenizer of bytes has PLAIN.
-
-    Raises UserError if there is no template, or the file cannot be read.
-    """
+    """The template of `file` or the tokenizer's; bytes have PLAIN. Raises UserError if none can be read."""
 
     def __init__(self, tokenizer: Tokenizer, file: str | Path | None = None):
         self._pretrained = tokenizer.pretrained
@@ -62,12 +59,17 @@ class Template:
         """The text of the token that ends a text; empty if there is none."""
         return self._pretrained.eos_token or ""
 
+    @cached_property
+    def added_tokens(self) -> list[str]:
+        """The texts of the tokens that were added to the tokenizer's vocabulary, which mark turns, say."""
+        return list(self._pretrained.get_added_vocab())
+
     def render(
         self, conversation: Conversation, count: int | None = None, *, prompting: bool = False
     ) -> tuple[str, list[Span] | None]:
         """Returns the text of the first `count` messages, and the spans between marks; None for a template without.
 
-        With `prompting` the beginning of an assistant's turn follows. Raises UserError if the template refuses them.
+        With `prompting` an assistant's turn begins behind it. Raises UserError if the template refuses them.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -96,11 +98,7 @@ class Template:
         return texts[0], spans[0] if marked else None
 
     def encoded(self, texts: Iterable[tuple[str, str, Beside]]) -> Iterator[tuple[Encoding, Beside]]:
-        """Yields the tokens of texts, many of which it tokenises at a time.
-
-        Args:
-            texts: triples (where it is, for messages; the text; what is yielded beside its tokens).
-        """
+        """Yields tokens, many at a time, of triples (where it is, the text, what is yielded beside its tokens)."""
         rest = iter(texts)
         while group := list(islice(rest, TEXTS_PER_CALL)):
             where = group[0][0] if len(group) == 1 else f"{group[0][0]} and the rows after it"

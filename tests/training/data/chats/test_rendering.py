@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import pytest
 
 from tests.training.data.chats.chat_tokenizers import MARKED, PHI3, QWEN2, QWEN3, R1, chat_tokenizer
 from training.data.chats.conversations import Conversation
-from training.data.chats.rendering import Renderer, Sample
+from training.data.chats.rendering import TAGS, Renderer, Sample
 from training.data.tokenizer import ByteTokenizer
 from training.errors import UserError
 
+# TRL has the templates of models twice: as they are, and with marks, before which turns may have begun.
+TRL = importlib.util.find_spec("trl")
+MARKED_BY_TRL = sorted(Path(TRL.origin).parent.glob("chat_templates/*_training.jinja")) if TRL else []
 USER = {"role": "user", "content": "Hello there, how are you?"}
 FIRST = {"role": "assistant", "content": "I am well.\n\nAnd you? é🙂"}
 SECOND = {"role": "assistant", "content": "Good bye"}
@@ -96,17 +100,62 @@ def test_turns_in_other_places(messages: list, prompt: int, train_on: str, turns
     assert found == [turn["content"] + "<|im_end|>\n" for turn in turns]
 
 
-def test_turns_that_are_written_differently_later_are_refused_and_each_advice_works(tmp_path: Path) -> None:
+def test_turns_of_which_reasoning_is_left_out_later_are_refused_and_each_advice_works(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(QWEN3)
+    reasoned = Conversation([USER, FIRST | {"reasoning_content": "Be kind"}, USER, SECOND], where="row 1")
     with pytest.raises(UserError, match=r"^row 1: message 2: the template writes it differently") as caught:
-        sample_of(Renderer(tokenizer), TWO_TURNS)
+        sample_of(Renderer(tokenizer), reasoned)
     assert "take dataset.train_on=last, or a dataset.template=FILE with {% generation %} marks" in str(caught.value)
 
-    last = trained_texts(Renderer(tokenizer, train_on="last"), tokenizer, TWO_TURNS)
+    last = trained_texts(Renderer(tokenizer, train_on="last"), tokenizer, reasoned)
     assert last == ["<think>\n\n</think>\n\nGood bye<|im_end|>\n"]
     template = tmp_path / "marked.jinja"
     template.write_text(MARKED)
-    assert len(trained_texts(Renderer(tokenizer, template), tokenizer, TWO_TURNS)) == 2
+    assert len(trained_texts(Renderer(tokenizer, template), tokenizer, reasoned)) == 2
+
+
+def test_empty_reasoning_may_be_left_out_later() -> None:
+    tokenizer = chat_tokenizer(QWEN3)
+    first, last = trained_texts(Renderer(tokenizer), tokenizer, TWO_TURNS)
+    assert first == FIRST["content"] + "<|im_end|>\n"
+    assert last == "<think>\n\n</think>\n\nGood bye<|im_end|>\n"
+
+
+def test_the_last_turn_may_end_as_no_other_does() -> None:
+    """As gpt-oss: <|return|> where other messages have <|end|>."""
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+        "{{ eos_token if loop.last and message.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = chat_tokenizer(template, "<|endoftext|>")
+    turns = trained_texts(Renderer(tokenizer), tokenizer, TWO_TURNS)
+    assert turns == [FIRST["content"] + "<|end|>", SECOND["content"] + "<|endoftext|>"]
+
+
+# Messages of LLaVA-NeXT are lists of parts.
+@pytest.mark.parametrize(
+    "file", [file for file in MARKED_BY_TRL if file.stem != "llava_next_training"], ids=lambda file: file.stem
+)
+def test_turns_of_templates_of_models_are_those_that_trl_marks(file: Path) -> None:
+    end = "<|return|>" if file.stem.startswith("gptoss") else "<|endoftext|>"
+    tokenizer = chat_tokenizer(file.with_name(file.name.replace("_training", "")).read_text(), end)
+    tokenizer.pretrained.bos_token = "<|im_start|>"
+    ours = Renderer(tokenizer)
+    (text, turns), (marked_text, marks) = (each.text(TWO_TURNS) for each in (ours, Renderer(tokenizer, file)))
+
+    if text == marked_text:
+        trained, marked = ({at for span in spans for at in range(*span)} for spans in (turns, marks))
+        assert trained <= marked
+        begun = "".join(text[at] for at in sorted(marked - trained))
+        # Of both turns the same.
+        assert begun == 2 * begun[: len(begun) // 2]
+        assert begun[: len(begun) // 2] in ours.begins_turn
+    else:
+        # With marks it also writes empty reasoning, or what follows a turn.
+        assert len(turns) == len(marks) == 2
+        for (start, stop), (mark, end_of_mark) in zip(turns, marks, strict=True):
+            assert TAGS.sub("", text[start:stop]) == TAGS.sub("", marked_text[mark:end_of_mark])
 
 
 def test_a_role_that_the_template_skips_is_told_once(caplog) -> None:
@@ -122,6 +171,25 @@ def test_a_role_that_the_template_skips_is_told_once(caplog) -> None:
     assert record.getMessage().startswith(
         "row 1: message 2: the template writes nothing of a message of the role 'function_call': give the messages"
     )
+
+
+@pytest.mark.parametrize(
+    ("turn", "key"),
+    [
+        ({"content": "<think>Be kind</think>I am well"}, "content"),
+        ({"content": "I am well", "reasoning_content": "Be kind"}, "reasoning_content"),
+    ],
+)
+def test_what_a_template_leaves_out_of_a_turn_is_told_once(turn: dict[str, str], key: str, caplog) -> None:
+    r1 = R1.replace("message.content -", "message.content.split('</think>')[-1] -")
+    conversation = Conversation([USER, {"role": "assistant", **turn}], where="row 1")
+    with caplog.at_level(logging.WARNING):
+        for template in (MARKED.replace("message.content", "(message.reasoning_content or '') + message.content"), r1):
+            renderer = Renderer(chat_tokenizer(template, "<|endoftext|>"))
+            for _ in range(2):
+                sample_of(renderer, conversation)
+    (told,) = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+    assert told.startswith(f"row 1: message 2: the template leaves out all or part of its {key}, which is not trained")
 
 
 def test_a_prompt_that_the_turn_does_not_begin_with_is_told_once(caplog) -> None:
