@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +41,6 @@ from offload.weights.units.partition import (
     keep_on_device,
     open_at_once,
 )
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,7 +116,11 @@ class WeightMode(Mode, ABC):
 
     def cut_model(self, model: nn.Module, options: AttachOptions) -> CutModel:
         """Returns the units of `model`, and what stays on the device. Raises KnobError for a knob that does not fit."""
-        parts = cut(model, self.chosen(model), trained_stays=self.trained == "device")
+        chosen = self.chosen(model)
+        if self.include and not chosen:
+            names = ", ".join(point.name for point in islice(self.cut_points(model), 3))
+            raise KnobError("include", self.include, f"leaves none of {names}, ... to stream: name some of these")
+        parts = cut(model, chosen, trained_stays=self.trained == "device")
         if self.trained == "device" and all(parameter.requires_grad for parameter in model.parameters()):
             problem = "nothing of the model is frozen, so nothing would stream: take stream"
             raise KnobError("trained", self.trained, problem)
@@ -153,9 +154,6 @@ class AttachedWeights(Attached):
     def _take(self, mode: WeightMode, streams: Streams, options: AttachOptions) -> Collection[Tensor]:
         check_recompute_is_outside(self.model)
         streamed = mode.cut_model(self.model, options)
-        if mode.include and not mode.chosen(self.model):
-            names = ", ".join(point.name for point in islice(mode.cut_points(self.model), 3))
-            logger.warning("include=%s: nothing streams: it matches none of %s, ...", mode.include, names)
         sharers, make_filler = options.sharers, Filler
         self._sharers, self._releases = sharers, options.release_gradients
         if sharers.count > 1:
