@@ -130,10 +130,7 @@ def test_what_cannot_be_filled_is_refused(model, build, message: str) -> None:
         fill_buffers(model(), build)
 
 
-WITH_BUFFERS = [name for name in MODELS if any(True for _ in tiny(name, "meta").buffers())]
-
-
-@pytest.mark.parametrize("name", WITH_BUFFERS)
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"gpt2", "opt", "mamba", "vit", "convnext"}))  # have none
 def test_buffers_are_those_of_a_model_built_on_the_cpu(name: str):
     model, expected = without_values(name), tiny(name)
     model.fill_buffers()

@@ -67,8 +67,15 @@ def test_every_option_of_a_model_is_in_the_table():
     assert EXPECTED.keys() == set(options_of("model")) - {"hf", "diffusers", "pipeline"}
 
 
+# The large ones have the values of the first of them, and take seconds.
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-@pytest.mark.parametrize("model", EXPECTED)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("llama13b", "llama70b", "qwen3_8b", "flux") else ())
+        for name in EXPECTED
+    ],
+)
 def test_an_option_of_a_model_has_the_values_of_its_size(model: str, adapter: str):
     components = components_of(f"model={model}", f"adapter={adapter}", "hardware=h200")
     assert chosen(components) == EXPECTED[model][adapter == "lora"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from copy import deepcopy
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -70,7 +71,7 @@ launcher.register_launcher()
 
 @cache
 def _reader() -> Hydra:
-    """Makes what reads conf/, once: it keeps the files that it has parsed, which takes most of a composition."""
+    """Makes what reads conf/, once."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return GlobalHydra.instance().hydra
 
@@ -86,10 +87,15 @@ def conf_initialised() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
+@cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
+    with conf_initialised():
+        return compose("config", list(overrides), return_hydra_config=True)
+
+
 def composed(*overrides: str, run_dir: Path = Path()) -> tuple[DictConfig, Invocation]:
     """Composes the configuration as `python train.py OVERRIDES` does; the run would write to `run_dir`."""
-    with conf_initialised():
-        config = compose("config", list(overrides), return_hydra_config=True)
+    config = deepcopy(_composed(overrides))
     invocation = Invocation.of(config.hydra, run_dir)
     with open_dict(config):
         del config["hydra"]
