@@ -1,29 +1,20 @@
-"""Diffusion models of the library diffusers, all called as `model(noisy, timestep, **condition) -> velocity`."""
+"""Diffusion models of diffusers without a pipeline, called as `model(noisy, timestep, **condition) -> velocity`."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from functools import partial
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.built_again import fill_buffers
-from models.diffusion_families import FAMILIES, reason_against
-from models.diffusion_family import Family
-from models.diffusion_files import CONFIG_FILE, config_folder, file_of
-from models.diffusion_initialise import initialise_diffusion
-from models.json_files import as_json, read_object
-from models.library_dtypes import default_dtype, keep_float32, kept_by_diffusers
-from models.packed_attention import avoid_cudnn_attention
-from models.quiet_imports import import_quantisers, without_remarks
-from models.safetensors_files import StoredTensor
-from models.weights import load_weights, matched_weights
+from models.diffusion_classes import CLASSES, OTHER_LATENTS, TEXT, TEXT_MASK, NetworkClass
+from models.diffusion_files import CONFIG_FILE, PIPELINE_FILE, config_folder
+from models.diffusion_network import DiffusersNetwork, build_network, read_config
+from models.diffusion_scheduler import library
+from models.quiet_imports import without_remarks
 
 # Shapes of well-known models: the class of diffusers, and its configuration.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,33 +78,30 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class DiffusionModel(nn.Module):
-    """A model of diffusers with the inputs and outputs of flow matching; see `models.diffusion_family`.
+class DiffusionModel(DiffusersNetwork):
+    """A network whose class has a row in `models.diffusion_classes`, which tells its conditions and its call."""
 
-    Attributes:
-        network: the model itself, whose names of parameters are those of its files.
-        condition_shapes: the shape of one example of each condition that the model needs, by name: () for `labels`,
-            which are int64; all others are floating point.
-        optional_conditions: the names of further conditions that it takes, the masks of its texts.
-        sample_shape: the shape of one image, [C, H, W]; None where the model takes any size.
-        num_labels: the labels that have an embedding, that for no label included; None for a model without labels.
-        takes_steps: whether `timestep` may be whole numbers of steps.
-    """
+    def __init__(self, network: nn.Module, row: NetworkClass):
+        super().__init__(network)
+        config, self._row = network.config, row
+        # Some classes take more channels than they return, others return a variance too.
+        taken, patch = config["in_channels"], prod(row.patch)
+        self._channels = min(taken, config["out_channels"] or taken) // patch
+        self.condition_shapes = row.conditions(config)
+        if further := taken // patch - self._channels:
+            self.condition_shapes[OTHER_LATENTS] = (further, *[None] * (len(row.patch) or 2))
+        self.optional_conditions = (TEXT_MASK,) if row.takes_mask else ()
+        if size := config.get("sample_size"):
+            self.sample_shape = (self._channels, *((size, size) if isinstance(size, int) else size))
+        labels = config.get("num_embeds_ada_norm")
+        self.num_labels = config.get("num_class_embeds") if labels is None else labels + 1
+        self.takes_steps, self.first_stds = row.steps != 1, row.first_stds
+        from diffusers.models.embeddings import LabelEmbedding
 
-    # The masks of texts that the model takes, and the condition that has the text of each.
-    _text_masks: Mapping[str, str] = MappingProxyType({})
-
-    def __init__(self, network: nn.Module, family: Family):
-        super().__init__()
-        self.network = network
-        self._family = family
-        self.condition_shapes = family.condition_shapes(network.config)
-        self._text_masks = family.text_masks(network.config)
-        self.optional_conditions = tuple(self._text_masks)
-        self.sample_shape = family.sample_shape(network.config)
-        self.num_labels = family.num_labels(network.config)
-        self.takes_steps = family.takes_steps(network.config)
-        family.adapt(network)
+        for module in network.modules():
+            if isinstance(module, LabelEmbedding):
+                # Its own dropping of labels draws numbers on the device.
+                module.dropout_prob = 0.0
 
     def forward(self, noisy: Tensor, timestep: Tensor, **condition: Tensor) -> Tensor:
         """Predicts the velocity from image to noise; with whole steps what its training made it predict, as noise.
@@ -121,23 +109,25 @@ class DiffusionModel(nn.Module):
         Args:
             noisy: [B, C, H, W], or [B, C, frames, H, W] of a video; converted to the model's dtype.
             timestep: float32 [B], from 0 (image) to 1 (noise); or int64 [B], steps from 0 (image) to 999 (noise).
-            condition: `labels`, int64 [B], and embeddings, as in `condition_shapes`; and masks of texts, bool
-                [B, tokens], True where a token counts. All tokens count where a mask is left out.
+            condition: `labels`, int64 [B], and embeddings, as in `condition_shapes`; and the mask of the text, bool
+                [B, tokens], True where a token counts. All tokens count where it is left out.
 
         Returns:
             The prediction, of the shape of `noisy`, in the model's dtype. A second half of the model's channels, a
-            variance, is left out.
+            variance, is left out, as SiT does (Ma et al. 2024).
 
         Raises ValueError if a condition is missing or unknown, the images have a shape that the model does not take, or
         it takes no whole steps.
         """
-        self._check(noisy, condition)
-        if not (self.takes_steps or timestep.is_floating_point()):
-            raise ValueError(f"{type(self.network).__name__} takes times from 0 to 1, and no whole steps")
-        # Not that of the first parameter, which may be one that its class keeps in float32.
-        dtype = self.network.dtype
-        inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
-        return self._family.velocity(self.network, noisy.to(dtype), timestep, inputs)
+        self._check(noisy, timestep, condition)
+        noisy, given = noisy.to(self.network.dtype), self._in_own_dtype(condition)
+        latents = torch.cat([noisy, given.pop(OTHER_LATENTS)], dim=1) if OTHER_LATENTS in given else noisy
+        if TEXT_MASK in given:
+            counted = given[TEXT_MASK].bool()
+            # Attention to nothing is NaN.
+            given[TEXT_MASK] = counted | ~counted.any(dim=1, keepdim=True)
+        times = timestep * self._row.steps if timestep.is_floating_point() else timestep
+        return self._row.call(self.network, latents, times, given)[:, : noisy.shape[1]]
 
     def refuse_padding(self, batch: Mapping[str, Tensor]) -> None:
         """Raises ValueError where a text in the batch begins or ends with zeros, and the mask that it needs is missing.
@@ -145,150 +135,87 @@ class DiffusionModel(nn.Module):
         No encoder of text makes zeros: they pad texts of different lengths, and would count as text. An example that is
         all zeros has no text. Call it for batches on the CPU: the host would wait for other devices.
         """
-        for mask, name in self._text_masks.items():
-            text = batch.get(name)
-            if mask in batch or text is None:
-                continue
-            first, last = (text.select(-2, place).flatten(1).any(dim=1) for place in (0, -1))
-            if (first != last).any():
-                raise ValueError(
-                    f"{name} is padded with zeros in some examples, which would count as text: give {mask} too, bool"
-                    " [B, tokens], True where a token counts"
-                )
+        text = batch.get(TEXT)
+        if text is None or TEXT_MASK in batch or not self.optional_conditions:
+            return
+        if (text[:, 0].any(dim=1) != text[:, -1].any(dim=1)).any():
+            raise ValueError(
+                f"{TEXT} is padded with zeros in some examples, which would count as text: give {TEXT_MASK} too, bool"
+                " [B, tokens], True where a token counts"
+            )
 
     def tokens(self, shape: Sequence[int]) -> int | None:
-        """Returns the patches of latents of `shape`, [C, ...]; None where the model is not known to make any."""
-        return self._family.tokens(self.network.config, shape)
+        """Returns the patches of latents of `shape`, [C, ...]; None where the model makes none."""
+        side = self.network.config.get("patch_size")
+        patch = self._row.patch or (side and (side, side))
+        return prod(shape[1:]) // prod(patch) if patch else None
 
-    def fill_buffers(self) -> None:
-        """Fills the buffers, after construction on the meta device, as construction on the CPU does. Raises ValueError.
-
-        Buffers with random numbers are refused. Weights are not touched. As in `from_pretrained`, tables outside the
-        state dict are computed in the model's dtype; those inside are rounded to it, as those of files are.
-        """
-        fill_buffers(self.network, partial(self._same_again, self.network.dtype), self._same_again)
-
-    def initialise(self, seed: int, device: torch.device | None = None) -> None:
-        """See `models.diffusion_initialise.initialise_diffusion`."""
-        initialise_diffusion(self.network, self._same_again, self._family.first_stds, seed, device)
-
-    def load(self, path: Path) -> None:
-        """Copies weights into the parameters and persistent buffers, as `models.weights.load_weights`.
-
-        `path` is a .safetensors file, an index, the folder of a model, or that of a pipeline.
-        """
-        load_weights(self.network, file_of(path))
-
-    def matched(self, path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
-        """Returns what `models.weights.matched_weights` returns of the files that `load` reads."""
-        return matched_weights(self.network, file_of(path))
-
-    def _same_again(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        with default_dtype(dtype):
-            return type(self.network).from_config(self.network.config)
-
-    def _check(self, noisy: Tensor, condition: Mapping[str, Tensor]) -> None:
+    def _check(self, noisy: Tensor, timestep: Tensor, condition: Mapping[str, Tensor]) -> None:
         name = type(self.network).__name__
-        missing = [key for key in self.condition_shapes if key not in condition]
-        if missing:
+        if missing := [key for key in self.condition_shapes if key not in condition]:
             raise ValueError(f"{name} needs {', '.join(missing)}: choose a dataset with them")
         known = {*self.condition_shapes, *self.optional_conditions}
-        unknown = [key for key in condition if key not in known]
-        if unknown:
+        if unknown := [key for key in condition if key not in known]:
             takes = ", ".join(sorted(known)) or "no condition"
             raise ValueError(f"{name} cannot use {', '.join(unknown)}; it takes {takes}")
-        channels = self._family.channels(self.network.config)
-        if noisy.shape[1] != channels:
-            raise ValueError(f"{name} takes {channels} channels, not {noisy.shape[1]}: choose fitting images")
+        if noisy.shape[1] != self._channels:
+            raise ValueError(f"{name} takes {self._channels} channels, not {noisy.shape[1]}: choose fitting images")
+        if not (self.takes_steps or timestep.is_floating_point()):
+            raise ValueError(f"{name} takes times from 0 to 1, and no whole steps")
+        if (other := condition.get(OTHER_LATENTS)) is not None and other.shape[2:] != noisy.shape[2:]:
+            raise ValueError(
+                f"{OTHER_LATENTS} has the shape {list(other.shape[1:])}: its sizes after the channels must be those of"
+                f" the latents, {list(noisy.shape[2:])}"
+            )
+        if (mask := condition.get(TEXT_MASK)) is not None and mask.shape != (shape := condition[TEXT].shape[:2]):
+            raise ValueError(
+                f"{TEXT_MASK} has the shape {list(mask.shape)}: it must be {list(shape)}, one for each token of {TEXT}"
+            )
 
 
 def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = None) -> DiffusionModel:
     """Builds a model without pretrained weights, on the current default device (`with torch.device("meta")`).
 
     Args:
-        source: a class of diffusers ("UNet2DModel"), a name in `SHAPES` ("dit_xl"), or a folder with a config.json, of
-            a model or with the folder `transformer` or `unet` of a pipeline.
+        source: a class in `CLASSES` ("UNet2DModel"), a name in `SHAPES` ("dit_xl"), or a folder with the config.json of
+            such a class, of a model or with the folder `transformer` or `unet` of a pipeline.
         overrides: values for keys of the model's configuration.
 
-    Raises:
-        ValueError: one line about a source that is unknown, a key that the class does not have, with the closest names,
-            or a value that it does not take.
+    Raises ValueError in one line for a source that is unknown, or of a class that is trained through its pipeline, and
+    as `build_network`.
     """
-    name, _ = _described(source)
-    family = FAMILIES.get(name)
-    if family is None and (reason := reason_against(name)):
-        raise ValueError(f"{source}: {name} is not supported: {reason}")
-    if family is None:
-        raise ValueError(f"{source}: {name} is not supported; classes of diffusers that are: {', '.join(FAMILIES)}")
-    return build_network(source, overrides, lambda network: DiffusionModel(network, family), family.check)
-
-
-def build_network(
-    source: str | Path,
-    overrides: Mapping[str, Any] | None,
-    wrapped: Callable[[nn.Module], DiffusionModel],
-    check: Callable[[Mapping[str, Any]], None] = lambda config: None,
-) -> DiffusionModel:
-    """Builds a class of diffusers as `build_diffusion` does, whichever it is, and returns it `wrapped`.
-
-    `check` may raise ValueError for its configuration.
-    """
-    avoid_cudnn_attention()
-    name, config = _described(source)
-    import_quantisers()
-    with without_remarks():
-        import diffusers
-
-        # Its modules are imported by this.
-        made = getattr(diffusers, name)
-    keys = dict(inspect.signature(made.__init__).parameters)
-    del keys["self"]
-    for key in config:
-        if key not in keys and config[key] not in (None, False):
-            raise ValueError(
-                f"{source}: {CONFIG_FILE} has {key}={config[key]}, which {name} of diffusers {diffusers.__version__}"
-                " does not know: install a fitting version"
-            )
-    overrides = as_json(overrides or {})
-    for key in overrides:
-        if key not in keys:
-            close = get_close_matches(key, keys, n=3)
-            meant = f" Did you mean {' or '.join(close)}?" if close else ""
-            raise ValueError(f"{key}={overrides[key]}: {name} has no such key.{meant} It has {', '.join(keys)}")
-    values = {key: value for key, value in config.items() if key in keys} | overrides
-    defaults = {key: one.default for key, one in keys.items() if one.default is not one.empty}
-    if (defaults | values).get("concat_padding_mask") and not diffusers.utils.is_torchvision_available():
-        raise ValueError(
-            f"{name} resizes its mask of padding (concat_padding_mask=true) with torchvision, which is not installed:"
-            " pip install torchvision, of the release that fits your torch"
-        )
-    try:
-        check(defaults | values)
-        network = made(**values)
-        keep_float32(network, kept_by_diffusers(made), torch.get_default_dtype())
-        if empty := next((name for name, each in network.named_parameters() if not each.numel()), None):
-            raise ValueError(f"{empty} would have the shape {list(network.get_parameter(empty).shape)}")
-        return wrapped(network)
-    # For values that do not fit, constructors raise errors of any type.
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{name} cannot be built with {values}: {reason}") from error
-
-
-def _described(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """Returns the name of a class and the configuration that `source` stands for."""
+    folder = None
     if source in SHAPES:
-        return SHAPES[source]
-    if str(source).isidentifier() and not Path(source).exists():
-        return str(source), {}
-    folder = config_folder(Path(source).expanduser())
-    if folder is None:
+        name, config = SHAPES[source]
+    elif str(source).isidentifier() and not Path(source).exists():
+        name, config = str(source), {}
+    elif (folder := config_folder(Path(source).expanduser())) is not None:
+        name, config = read_config(folder)
+    else:
         raise ValueError(
             f"{source}: no folder with a {CONFIG_FILE}: give one, one of {', '.join(SHAPES)}, or a class of diffusers:"
-            f" {', '.join(FAMILIES)}"
+            f" {', '.join(CLASSES)}"
         )
-    file = folder / CONFIG_FILE
-    config = read_object(file, "download it again")
-    if not isinstance(config.get("_class_name"), str):
-        raise ValueError(f"{file} names no class of diffusers: give the folder of a model that diffusers saved")
-    return config["_class_name"], {key: value for key, value in config.items() if not key.startswith("_")}
+    if name not in CLASSES:
+        raise ValueError(_through_its_pipeline(name, Path(source).expanduser(), folder))
+    row = CLASSES[name]
+    return build_network(name, config, overrides, lambda network: DiffusionModel(network, row), row.check)
+
+
+def _through_its_pipeline(name: str, source: Path, folder: Path | None) -> str:
+    """Returns the line about a class that is not trained by itself, in `folder`; None: its name was given."""
+    diffusers, given, parent = library(), "model.source=FOLDER (of a whole pipeline)", source.absolute().parent
+    others = f"classes without a pipeline: {', '.join(CLASSES)}"
+    with without_remarks():
+        module = getattr(getattr(diffusers, name, None), "__module__", "")
+    if not module.startswith(("diffusers.models.transformers.", "diffusers.models.unets.")):
+        return f"{name} is not among the transformers and UNets of diffusers {diffusers.__version__}; {others}"
+    if folder not in (None, source):
+        given = "with the same model.source"
+    elif folder is not None:
+        whole = (parent / PIPELINE_FILE).is_file()
+        given = f"model.source={parent}" if whole else f"{given} model.weights={source}"
+    return (
+        f"{name} is trained through its pipeline: take model=pipeline {given} dataset=captioned dataset.folder=DIR;"
+        f" {others}"
+    )

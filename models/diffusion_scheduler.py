@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from models.diffusion_family import STEPS
 from models.diffusion_files import PIPELINE_FILE, pipeline_of
 from models.json_files import read_object
 from models.quiet_imports import import_quantisers, without_remarks
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
     TrainingScheduler = DDPMScheduler | FlowMatchEulerDiscreteScheduler
 
+# Most models were trained on the numbers of 1000 steps.
+STEPS = 1000
 EPSILON, SAMPLE, V_PREDICTION = PREDICTIONS = ("epsilon", "sample", "v_prediction")
 ADVICE = "download it again"
 

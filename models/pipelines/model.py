@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.diffusion import DiffusionModel, build_network
-from models.diffusion_family import STEPS
-from models.diffusion_initialise import initialise_diffusion
+from models.diffusion_network import DiffusersNetwork, build_network, read_config
+from models.diffusion_scheduler import STEPS
 from models.json_files import read_object
 from models.pipelines.calls import ASKED, NetworkCall
 from models.pipelines.encoded import INDEX, EncodedFolder
@@ -19,7 +18,7 @@ from models.pipelines.encoded import INDEX, EncodedFolder
 NETWORKS = ("transformer", "unet")
 
 
-class PipelineModel(DiffusionModel):
+class PipelineModel(DiffusersNetwork):
     """The transformer or UNet of a pipeline. Its conditions are those that `EncodedFolder` has for each picture.
 
     Attributes:
@@ -28,19 +27,14 @@ class PipelineModel(DiffusionModel):
         num_steps: the number of the scheduler's timesteps in training.
     """
 
-    # They are known when pictures are encoded.
-    condition_shapes = sample_shape = num_labels = None
-    optional_conditions = None
-    takes_steps = True
-
     def __init__(self, network: nn.Module, folder: Path, num_steps: int):
-        nn.Module.__init__(self)
-        self.network, self.folder, self.num_steps = network, folder, num_steps
+        super().__init__(network)
+        self.folder, self.num_steps = folder, num_steps
         self._calls: dict[tuple[tuple[int, ...], torch.device], NetworkCall] = {}
 
     def encoded(self) -> EncodedFolder:
         """Returns what the pipeline's encoders have made in the network's dtype."""
-        return EncodedFolder(self.folder, self._dtype)
+        return EncodedFolder(self.folder, self.network.dtype)
 
     def forward(self, noisy: Tensor, timestep: Tensor, **condition: Tensor) -> Tensor:
         """Predicts what the scheduler of the pipeline expects: the velocity, noise.
@@ -55,13 +49,10 @@ class PipelineModel(DiffusionModel):
 
         Raises ValueError for latents of a shape for which no picture was encoded.
         """
-        call, dtype = self.call_of(noisy.shape[1:], noisy.device), self._dtype
-        batch = {
-            name.removeprefix(ASKED): value.to(dtype) if value.is_floating_point() else value
-            for name, value in condition.items()
-        }
+        call = self.call_of(noisy.shape[1:], noisy.device)
+        batch = {name.removeprefix(ASKED): value for name, value in self._in_own_dtype(condition).items()}
         number = timestep * self.num_steps if timestep.is_floating_point() else timestep.float()
-        noisy = noisy.to(dtype)
+        noisy = noisy.to(self.network.dtype)
         return call.prediction(self.network(**call.filled(noisy, number, batch))[0], noisy)
 
     def call_of(self, noise: Sequence[int], device: torch.device) -> NetworkCall:
@@ -79,14 +70,6 @@ class PipelineModel(DiffusionModel):
         # Not that of a forward on values: a plan asks too, before its call is kept.
         call = self.call_of(shape, torch.device("meta"))
         return call.shape[0] if len(call.shape) == 2 else None
-
-    def initialise(self, seed: int, device: torch.device | None = None) -> None:
-        """See `models.diffusion_initialise.initialise_diffusion`."""
-        initialise_diffusion(self.network, self._same_again, {}, seed, device)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.network.dtype
 
 
 def build_pipeline(source: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineModel:
@@ -111,4 +94,5 @@ def build_pipeline(source: str | Path, overrides: Mapping[str, Any] | None = Non
         raise ValueError(f"{index['_class_name']} has the networks {', '.join(found) or 'none'}: one is trained here")
     scheduler = read_object(folder / "scheduler" / "scheduler_config.json", "download the pipeline again")
     steps = scheduler.get("num_train_timesteps", STEPS)
-    return build_network(folder / found[0], overrides, lambda network: PipelineModel(network, folder, steps))
+    name, config = read_config(folder / found[0])
+    return build_network(name, config, overrides, lambda network: PipelineModel(network, folder, steps))

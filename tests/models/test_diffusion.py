@@ -1,17 +1,18 @@
 """build_diffusion: its sources, its refusals, and the uniform call."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from models.diffusion import SHAPES, DiffusionModel, build_diffusion, config_folder
+from models.diffusion import CLASSES, SHAPES, DiffusionModel, build_diffusion
+from models.diffusion_files import config_folder
 from offload import LayerStream, Mode, Resident, acquire, release
 from tests.models.helpers.small_diffusion import inputs_of
 from tests.models.helpers.small_diffusion import small as small_of
-from tests.models.helpers.small_videos import VIDEOS
 from tests.models.helpers.unets import UNET
 
 SMALL = {**UNET, "num_class_embeds": 4}
@@ -92,8 +93,8 @@ def test_inputs_that_do_not_fit_are_refused(noisy, condition, message: str) -> N
 
 
 def test_padding_without_a_mask_is_refused() -> None:
-    model = small_of("hunyuan_video")
-    _, condition = inputs_of("hunyuan_video", tokens=5)
+    model = small_of("ltx")
+    _, condition = inputs_of("ltx", tokens=5)
     text = condition["encoder_hidden_states"]
     model.refuse_padding(condition)
     padded = {**condition, "encoder_hidden_states": text.clone()}
@@ -108,25 +109,17 @@ def test_padding_without_a_mask_is_refused() -> None:
     model.refuse_padding(padded)
 
 
-def test_padding_of_texts_of_several_layers_is_refused() -> None:
-    _, condition = inputs_of("krea2", tokens=5)
-    condition["encoder_hidden_states"][1, :, 4:] = 0
-    with pytest.raises(ValueError, match="encoder_hidden_states is padded with zeros"):
-        small_of("krea2").refuse_padding(condition)
-
-
 def test_padding_is_taken_where_the_model_takes_no_mask() -> None:
-    _, condition = inputs_of("wan", tokens=5)
+    _, condition = inputs_of("flux", tokens=5)
     condition["encoder_hidden_states"][0, 3:] = 0
-    small_of("wan").refuse_padding(condition)
+    small_of("flux").refuse_padding(condition)
 
 
-@pytest.mark.parametrize("name", ["qwen", "z_image"])
-def test_velocities_and_gradients_of_masked_texts_are_the_same_when_layers_are_streamed(name: str) -> None:
-    noisy, condition = inputs_of(name, tokens=5)
+def test_velocities_and_gradients_of_masked_texts_are_the_same_when_layers_are_streamed() -> None:
+    noisy, condition = inputs_of("ltx", tokens=5)
 
     def found(mode: Mode) -> list[torch.Tensor]:
-        model, streams = small_of(name), acquire("cpu")
+        model, streams = small_of("ltx"), acquire("cpu")
         (mask,) = model.optional_conditions
         attached = mode.attach(model, streams)
         try:
@@ -166,7 +159,7 @@ def test_velocities_and_gradients_of_masked_texts_are_the_same_when_layers_are_s
         (
             "Flux9Transformer2DModel",
             {},
-            "^Flux9Transformer2DModel: Flux9Transformer2DModel is not supported; classes of diffusers that are: AceSt",
+            r"^Flux9Transformer2DModel is not among the transformers and UNets of diffusers 0\..*; classes without a p",
         ),
         (
             "no/such/folder",
@@ -181,12 +174,21 @@ def test_what_is_unknown_is_refused_in_one_line(source: str, overrides: dict, me
     assert "\n" not in str(caught.value)
 
 
-def test_a_library_that_only_the_forward_needs_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusers.utils.is_torchvision_available", lambda: False)
-    kind, options, _ = VIDEOS["cosmos"]
-    with pytest.raises(ValueError, match=r"^CosmosTransformer3DModel .* with torchvision, .*: pip install torchvision"):
-        build_diffusion(kind, options | {"concat_padding_mask": True})
-    assert build_diffusion(kind, options).condition_shapes.keys() == {"encoder_hidden_states"}
+def test_every_other_class_is_trained_through_its_pipeline(tmp_path: Path) -> None:
+    def refused(source: object) -> str:
+        with pytest.raises(ValueError, match=r"^SD3Transformer2DModel is trained through its pipeline: ") as caught:
+            build_diffusion(source)
+        assert str(caught.value).endswith(f"; classes without a pipeline: {', '.join(CLASSES)}")
+        (advice,) = re.findall(": take model=pipeline (.*) dataset=captioned dataset.folder=DIR;", str(caught.value))
+        return advice
+
+    network = tmp_path / "pipeline" / "transformer"
+    small_of("sd3").network.save_config(network)
+    assert refused("SD3Transformer2DModel") == "model.source=FOLDER (of a whole pipeline)"
+    assert refused(network) == f"model.source=FOLDER (of a whole pipeline) model.weights={network}"
+    assert refused(network.parent) == "with the same model.source"
+    (network.parent / "model_index.json").write_text("{}")
+    assert refused(network) == f"model.source={network.parent}"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_a_library_that_only_the_forward_needs_is_asked_for_at_once(monkeypatch:
     [
         ("[]", "is not a configuration: download it again"),
         ('{"_class_name": 3}', "names no class of diffusers"),
-        ('{"_class_name": "VQModel"}', "VQModel is not supported"),
+        ('{"_class_name": "VQModel"}', "^VQModel is not among the transformers and UNets"),
         ('{"_class_name": "UNet2DModel", "new_key": 7}', "has new_key=7, which UNet2DModel of diffusers .* not know"),
     ],
 )

@@ -8,28 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from models.diffusion import DiffusionModel, build_diffusion
 from models.diffusion_files import diffusion_files, scheduler_file
+from models.diffusion_network import DiffusersNetwork
 from tests.models.helpers.saving import save_diffusion
-from tests.offload.helpers.diffusion_architectures import HEADS
-
-SD3 = {
-    **HEADS,
-    "sample_size": 8,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 1,
-    "joint_attention_dim": 12,
-    "caption_projection_dim": 16,
-    "pooled_projection_dim": 8,
-    "pos_embed_max_size": 8,
-}
+from tests.models.helpers.small_diffusion import build
 
 
-def small(seed: int) -> DiffusionModel:
+def small(seed: int, **changes: object) -> DiffusersNetwork:
     """A model with a persistent buffer."""
     torch.manual_seed(seed)
-    return build_diffusion("SD3Transformer2DModel", SD3)
+    return build("sd3", **{"num_layers": 1, **changes})
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -66,7 +54,7 @@ def test_a_single_file_is_read_and_of_a_pipelines_part_the_variant_without_a_nam
 
 
 def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    save_diffusion(build_diffusion("SD3Transformer2DModel", {**SD3, "num_layers": 2}), tmp_path)
+    save_diffusion(small(0, num_layers=2), tmp_path)
     model = small(1)
     with pytest.raises(ValueError, match="choose the model that it was saved from"):
         model.load(tmp_path)

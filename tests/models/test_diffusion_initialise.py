@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.diffusion import DiffusionModel, build_diffusion
-from models.diffusion_families import FAMILIES
-from models.diffusion_family import Family
+from models.diffusion_classes import CLASSES
 from models.diffusion_initialise import initialise_diffusion
+from models.diffusion_network import DiffusersNetwork
 from models.quantise import quantise
 from models.quantise_formats import Int8
 from offload import BounceLinear
-from tests.models.helpers.small_diffusion import SMALL as CLASSES
-from tests.models.helpers.small_diffusion import TIMES, inputs_of
+from tests.models.helpers.small_diffusion import TIMES, build, inputs_of
 from tests.offload.helpers.models import under
 
 WIDE = {"attention_head_dim": 16}
@@ -25,9 +23,6 @@ SMALL: dict[str, dict[str, object]] = {
     "dit": WIDE,
     "flux": {**WIDE, "axes_dims_rope": [4, 6, 6]},
     "ltx": {**WIDE, "cross_attention_dim": 32},
-    "lumina_next": {"hidden_size": 128},
-    "nucleus": {**WIDE, "axes_dims_rope": (4, 6, 6), "moe_intermediate_dim": 16},
-    "pixart": {},
     "sd3": {**WIDE, "caption_projection_dim": 32},
     "text_unet": {"block_out_channels": [32, 64]},
     "unet": {"block_out_channels": [32, 64], "in_channels": 3, "out_channels": 3},
@@ -35,18 +30,13 @@ SMALL: dict[str, dict[str, object]] = {
 }
 
 
-def family_of(name: str) -> Family:
-    return FAMILIES[CLASSES[name][0]]
-
-
-def built(name: str, device: str = "cpu") -> DiffusionModel:
-    kind, options, _ = CLASSES[name]
+def built(name: str, device: str = "cpu") -> DiffusersNetwork:
     torch.manual_seed(0)
     with torch.device(device):
-        return build_diffusion(kind, {**options, **SMALL[name]})
+        return build(name, **SMALL[name])
 
 
-def initialised(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> DiffusionModel:
+def initialised(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> DiffusersNetwork:
     model = built(name, "meta").to(dtype).to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.detach().fill_(torch.nan)
@@ -59,12 +49,14 @@ def moments(value: Tensor) -> tuple[float, float, float]:
 
 
 def test_every_class_that_begins_as_a_paper_says_is_tested() -> None:
-    assert {kind for kind, family in FAMILIES.items() if family.first_stds} <= {CLASSES[name][0] for name in SMALL}
+    begun = {type(built(name, "meta").network).__name__ for name in SMALL}
+    assert {kind for kind, row in CLASSES.items() if row.first_stds} <= begun
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_layers_begin_as_diffusers_makes_them_or_as_the_papers_say(name: str):
-    own, stds = built(name).network, family_of(name).first_stds
+    model = built(name)
+    own, stds = model.network, model.first_stds
     found = dict(initialised(name).network.named_parameters())
     for key, made in own.named_parameters():
         value, path = found[key], key.rpartition(".")[0]

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from models.built_again import loose_tensors
-from models.diffusion import DiffusionModel, build_diffusion
-from models.diffusion_families import FAMILIES
+from models.diffusion_network import DiffusersNetwork
 from models.hf import TransformersModel, build_hf
 from models.hf_source import TYPES
 from models.library_dtypes import default_dtype, keep_float32, kept_by_diffusers
 from tests.models.helpers.hf_models import MODELS, SINGLE, batch, task_of, trained
-from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
+from tests.models.helpers.small_diffusion import SMALL, TIMES, build, inputs_of, small
 
 HALF = torch.bfloat16
 # Weights, tables or both in float32, a class without any, and one with a table of the state dict.
@@ -50,11 +49,10 @@ def assert_same(ours: nn.Module, library: nn.Module) -> None:
         assert torch.equal(tensors_of(ours)[name], expected), name
 
 
-def in_bf16(name: str, folder: Path) -> DiffusionModel:
+def in_bf16(name: str, folder: Path) -> DiffusersNetwork:
     """The model of `small(name)` as a run makes it, with the weights that are in `folder`."""
-    kind, options, _ = SMALL[name]
     with torch.device("meta"), default_dtype(HALF):
-        model = build_diffusion(kind, options).eval()
+        model = build(name).eval()
     model.to_empty(device="cpu")
     model.fill_buffers()
     model.load(folder)
@@ -71,7 +69,8 @@ def test_a_class_of_diffusers_is_as_its_library_loads_it(tmp_path: Path, name: s
             parameter += torch.linspace(0, 0.1, len(parameter))
     network.save_pretrained(tmp_path)
     library = type(network).from_pretrained(tmp_path, torch_dtype=HALF)
-    ours, theirs = in_bf16(name, tmp_path), DiffusionModel(library, FAMILIES[SMALL[name][0]]).eval()
+    ours, theirs = in_bf16(name, tmp_path), small(name)
+    theirs.network = library.eval()
     assert_same(ours.network, library)
     noisy, condition = inputs_of(name)
     velocity = ours(noisy, TIMES, **condition)

@@ -83,17 +83,6 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         },
         IMAGE,
     ),
-    "kandinsky": (
-        "UNet2DConditionModel",
-        {
-            **TEXT_UNET,
-            "out_channels": 8,
-            "addition_embed_type": "image",
-            "encoder_hid_dim_type": "image_proj",
-            "encoder_hid_dim": POOLED_WIDTH,
-        },
-        IMAGE,
-    ),
     "dit": (
         "DiTTransformer2DModel",
         {**HEADS, "in_channels": 4, "num_layers": 2, "sample_size": 8, "num_embeds_ada_norm": 3},
