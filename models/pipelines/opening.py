@@ -22,11 +22,14 @@ def open_pipeline(
     dtype: torch.dtype,
     *,
     without_text_encoders: bool = False,
+    vae_dtype: torch.dtype | None = None,
     parts: Mapping[str, nn.Module | None] = MappingProxyType({}),
 ) -> Any:
     """Returns the pipeline in `folder` with `network` as its transformer or UNet; all else has its values, in `dtype`.
 
-    `parts` take the places of its own, by name.
+    Args:
+        parts: take the places of its own, by name.
+        vae_dtype: that of the VAE, if another.
 
     Raises ValueError in one line for a folder that diffusers cannot open.
     """
@@ -40,7 +43,8 @@ def open_pipeline(
         if without_text_encoders:
             given |= {part: None for part in index if part.startswith("text_encoder")}
         try:
-            return kind.from_pretrained(folder, torch_dtype=dtype, local_files_only=True, **given)
+            dtypes = {"default": dtype, "vae": vae_dtype or dtype}
+            return kind.from_pretrained(folder, torch_dtype=dtypes, local_files_only=True, **given)
         # Each of its parts may raise errors of any type.
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

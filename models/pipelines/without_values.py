@@ -32,9 +32,12 @@ TOKENS = 97
 
 
 def parts_without_values(
-    folder: Path, dtype: torch.dtype, prefixes: tuple[str, ...] = PARTS
+    folder: Path,
+    dtype: torch.dtype,
+    prefixes: tuple[str, ...] = PARTS,
+    vae_dtype: torch.dtype | None = None,
 ) -> dict[str, nn.Module | None]:
-    """Returns the text encoders and the VAE of a pipeline by name, on the meta device, as loaded in `dtype`.
+    """Returns the text encoders and the VAE of a pipeline by name, on the meta device, as `open_pipeline` loads them.
 
     Of these only the ones whose names begin with one of `prefixes`.
 
@@ -47,9 +50,10 @@ def parts_without_values(
             made = getattr(importlib.import_module(library), kind)
             hide_bars()
             if library == "diffusers":
-                with torch.device("meta"), default_dtype(dtype):
+                its_dtype = (vae_dtype if name == "vae" else None) or dtype
+                with torch.device("meta"), default_dtype(its_dtype):
                     parts[name] = made.from_config(made.load_config(folder / name))
-                keep_float32(parts[name], kept_by_diffusers(made), dtype)
+                keep_float32(parts[name], kept_by_diffusers(made), its_dtype)
             else:
                 options = {"dtype": dtype, "device_map": "meta", "local_files_only": True}
                 parts[name] = made.from_pretrained(folder / name, **options)

@@ -51,8 +51,9 @@ def test_a_call_is_the_same_without_values(folder_and_network: tuple[Path, nn.Mo
 
 def test_parts_have_the_dtypes_of_a_load(folder_and_network: tuple[Path, nn.Module]):
     folder, network = folder_and_network
-    loaded = encoders_of(open_pipeline(folder, network, torch.bfloat16), network)
-    parts = parts_without_values(folder, torch.bfloat16)
+    loaded = encoders_of(open_pipeline(folder, network, torch.bfloat16, vae_dtype=torch.float32), network)
+    assert {parameter.dtype for parameter in loaded[1].parameters()} == {torch.float32}
+    parts = parts_without_values(folder, torch.bfloat16, vae_dtype=torch.float32)
     texts = [part for name, part in parts.items() if name.startswith("text")]
     for one, other in zip((*loaded[0], loaded[1]), (*texts, parts["vae"]), strict=True):
         assert type(one) is type(other)

@@ -194,7 +194,7 @@ def test_encoders_that_need_values_are_encoded_before_the_plan(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ):
-    def needs(*_: object) -> None:
+    def needs(*_: object, **__: object) -> None:
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
     monkeypatch.setattr(encoding, "parts_without_values", needs)

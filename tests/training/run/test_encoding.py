@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers.video_processor import VideoProcessor
 
-from models.pipelines.latents import normalisation
+from models.pipelines.latents import encoded, normalisation
 from tests.models.helpers.tiny_pipelines import PIPELINES, made, saved
 from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import components_of, run_here
@@ -82,6 +82,18 @@ def test_encoders_under_a_mode_make_what_they_make_on_the_device(
         made[offload] = dataset.batch(0)
     assert made["none"].keys() == made[mode].keys()
     assert all(torch.equal(tensor, made[mode][key]) for key, tensor in made["none"].items())
+
+
+def test_a_run_in_bf16_has_the_latents_of_a_vae_in_float32(pipeline_of, pictures: Path, tmp_path: Path):
+    """As diffusers' training scripts for SDXL and SD3. The network and the text encoders are in bf16."""
+    components = components_of(*given("sdxl", pipeline_of("sdxl"), pictures), "precision=bf16")
+    dataset = build_dataset(components.config, components.model, tmp_path)
+    encode_missing(dataset, components)
+    vae = made("sdxl").vae
+    for picture in dataset._pictures:
+        pixels = dataset.cropped(picture, dataset._views[0]).pixels
+        found = dataset.encoded.read(dataset._key(picture, dataset._views[0]))["latents"]
+        assert torch.equal(found, encoded(vae, pixels, found.shape[1:]))
 
 
 def test_a_plan_before_pictures_are_encoded_says_so(pipeline_of, pictures: Path, tmp_path: Path):
