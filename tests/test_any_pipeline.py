@@ -8,21 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
+from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel, WanTransformer3DModel
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from models.diffusion_files import PIPELINE_FILE, SCHEDULER_FILE
 from scripts import generate
 from tests.models.helpers.tiny_pipelines import network_of, saved
 from tests.scripts.conftest import called
+from tests.test_any_model import curve
 from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import components_of, run_here, saved_run
+from tests.training.helpers.modes import small_modes
 from tests.training.helpers.results import content, losses
 from training.batches import Batch
-from training.data.building import build_dataset
+from training.data.datasets import build_dataset
 from training.errors import UserError
+from training.planning.memory import PlannedUpdate
 from training.saved_runs.export import export
 from training.saved_runs.finding import load_model, newest_checkpoint
 from training.seeds import seed_of
@@ -31,6 +35,8 @@ from training.weights.filling import fill_buffers
 
 NAMES = ("flux", "sd3", "sdxl", "qwen_image", "wan")
 TRAINED = ("offload=layer_stream", "optimizer.lr=0.05", "schedule.warmup=0", "checkpoint.every=2")
+# The transformer of Wan has norms and times in float32 beside bf16.
+MIXED = ("precision=bf16", "optimizer=host_adamw")
 LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=8")
 
 
@@ -99,9 +105,7 @@ def test_an_exported_network_is_that_of_a_pipeline(merged: bool, pictures: Path,
     # Training goes on from there without task.scheduler.
     for file in (folder / "scheduler" / SCHEDULER_FILE, folder / PIPELINE_FILE):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-    further = ("model=diffusers", f"model.source={tmp_path / 'out'}", "dataset=synthetic_flux_latents")
-    components = components_of(*further, "task=flow_matching")
-    assert components.config.model.weights == str(tmp_path / "out")
+    components = components_of(*overrides, f"model.weights={tmp_path / 'out'}")
     assert str(tmp_path / "out" / SCHEDULER_FILE) in components.settled.reasons["task.shift"]
 
 
@@ -195,3 +199,33 @@ def test_losses_are_those_of_a_loop_of_diffusers_and_peft(tmp_path: Path, tmp_pa
         optimizer.zero_grad()
         found.append(float(loss.detach()))
     assert found == losses(tmp_path / "run")
+
+
+@pytest.mark.parametrize("mode", ["bounce_linear", "shard_offload"])
+@pytest.mark.usefixtures("small_activations")
+def test_weights_in_float32_beside_bf16_train_alike_in_every_mode(
+    mode: str, pictures: Path, tmp_path, tmp_path_factory
+):
+    run = (*job("wan", saved("wan", tmp_path_factory), pictures), *MIXED, "clip_norm=0.1", "microbatches=2")
+    run_here(tmp_path / mode, *run, f"offload={mode}", *small_modes()[mode])
+    run_here(tmp_path / "none", *run, "offload=none")
+    assert curve(tmp_path / mode) == curve(tmp_path / "none")
+
+
+def test_a_run_saves_the_dtypes_that_its_library_loads(pictures: Path, tmp_path: Path, tmp_path_factory):
+    run = saved_run(tmp_path / "run", *job("wan", saved("wan", tmp_path_factory), pictures), *MIXED)
+    export(str(run), str(tmp_path / "out"), [])
+    stored = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16).state_dict()
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32, torch.bfloat16}
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == {name: t.dtype for name, t in stored.items()}
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in loaded.items())
+
+
+def test_a_plan_counts_the_bytes_of_each_dtype(pictures: Path, tmp_path_factory):
+    run = (*job("wan", saved("wan", tmp_path_factory), pictures), *MIXED, "optimizer.device_share=1GiB")
+    components = components_of(*run)
+    units = components.footprint.trained
+    assert len({parameter.dtype for unit in units for parameter in unit}) == 2
+    expected = sum(parameter.nbytes for unit in units for parameter in unit)
+    assert PlannedUpdate.of(components, 0).placed_gradient_bytes == expected

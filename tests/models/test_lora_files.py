@@ -21,7 +21,7 @@ from models.adapter_files import (
 )
 from models.adapter_targets import target_names
 from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, merge_adapter
-from models.diffusion import DiffusionModel
+from models.diffusion_network import DiffusersNetwork
 from models.lora_files import METADATA, folded, scale_of, scaled
 from models.whole_folder import write_whole_folder
 from tests.models.helpers.adapted import disturb
@@ -50,7 +50,7 @@ OF_UNET = ["to_q", "to_out.0", "ff.net.0.proj", "proj_in", "conv1"]
 EXACT = [Lora(4, 8.0), RsLora(4, 8.0), Dora(4, 8.0)]
 
 
-def adapted(name: str, adapter: Lora, seed: int = 0) -> DiffusionModel:
+def adapted(name: str, adapter: Lora, seed: int = 0) -> DiffusersNetwork:
     """The model with an adapter whose values are those after some training."""
     model = small(name)
     if name == "sdxl" and adapter.targets is None:

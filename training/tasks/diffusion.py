@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from models.diffusion_classes import OTHER_LATENTS
 from models.diffusion_scheduler import is_flow, read_scheduler
 from models.pipelines.calls import ASKED
 from models.pipelines.model import PipelineModel
@@ -39,15 +40,8 @@ if TYPE_CHECKING:
 IMAGES, LABELS = "images", "labels"
 # What `prepared` adds.
 NOISY, TARGET, TIMESTEP, WEIGHT = "noisy", "target", "timestep", "loss_weight"
-# Facts about sizes and places, and latents that the model continues or fills, which it is always told.
-NEVER_DROPPED = (
-    "time_ids",
-    "added_time_ids",
-    "other_latents",
-    "image_latents",
-    "control_hidden_states",
-    "context_latents",
-)
+# Facts about sizes, and latents that the model continues or fills, which it is always told.
+NEVER_DROPPED = ("time_ids", OTHER_LATENTS)
 # In the key of random numbers: those of the samples.
 SAMPLING = 1
 # A step of a sampler: from points and the prediction for them to the next points.

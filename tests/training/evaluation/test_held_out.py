@@ -86,13 +86,13 @@ def test_the_loss_is_the_mean_over_sequences_and_nothing_else_changes():
 
 
 def test_captions_padded_without_a_mask_are_refused():
-    noisy, condition = inputs_of("qwen", tokens=5)
+    noisy, condition = inputs_of("ltx", tokens=5)
     condition["encoder_hidden_states"][1, 3:] = 0
     config, _ = composed(*TINY_RUN, "microbatches=1")
     evaluation, streams = Evaluation(config, FlowMatching(), ({"images": noisy, **condition},)), acquire("cpu")
     try:
         with pytest.raises(UserError, match="evaluation: encoder_hidden_states is padded with zeros in some examples"):
-            evaluation.metrics(small("qwen"), streams, never)
+            evaluation.metrics(small("ltx"), streams, never)
     finally:
         release(streams)
 
@@ -229,7 +229,7 @@ def test_without_a_held_out_split_a_run_is_refused_in_one_line(tmp_path: Path):
             self.batch = self.inner.batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.data.building.instantiate", lambda node, **given: Mine(**given))
+        patch.setattr("training.data.datasets.instantiate", lambda node, **given: Mine(**given))
         patch.setattr(Evaluation, "due", lambda self, step: pytest.fail("it was built"))
         with pytest.raises(UserError, match=r"^eval\.every=2: Mine has no held-out split: give it a method eval_batch"):
             run_here(tmp_path / "mine", *RUN, *EVALUATES)

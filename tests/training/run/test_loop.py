@@ -261,12 +261,12 @@ def test_captions_padded_without_a_mask_are_refused(tmp_path: Path, monkeypatch:
         return batch
 
     monkeypatch.setattr(SyntheticImages, "batch", padded)
-    small("qwen").network.save_config(tmp_path / "qwen")
-    model = ("model=diffusers", f"model.source={tmp_path}/qwen", "model.weights=null", "task=flow_matching")
-    noisy, condition = inputs_of("qwen")
+    small("ltx").network.save_config(tmp_path / "ltx")
+    model = ("model=diffusers", f"model.source={tmp_path}/ltx", "model.weights=null", "task=flow_matching")
+    noisy, condition = inputs_of("ltx")
     images = ("dataset=synthetic_images", f"dataset.shape={[*noisy.shape[1:]]}", "batch_size=2")
     texts = f"dataset.condition={{encoder_hidden_states:[5,{condition['encoder_hidden_states'].shape[-1]}]}}"
-    words = "^step 1: encoder_hidden_states is padded with zeros .*: give encoder_hidden_states_mask too, bool"
+    words = "^step 1: encoder_hidden_states is padded with zeros .*: give encoder_attention_mask too, bool"
     with pytest.raises(UserError, match=words):
         run_here(tmp_path / "run", *model, *images, texts, "steps=2", "tracking=disabled")
 

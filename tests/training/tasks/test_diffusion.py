@@ -46,8 +46,7 @@ def test_dropped_examples_lose_their_whole_condition(kind: type[Diffusion]) -> N
         "encoder_hidden_states": torch.ones(count, 2, 3),
     }
     masks = ("encoder_attention_mask", "encoder_hidden_states_mask")
-    facts = ("time_ids", "added_time_ids", *masks, "other_latents", "image_latents", "asked.text")
-    facts += ("control_hidden_states", "context_latents")
+    facts = ("time_ids", *masks, "other_latents", "asked.text")
     others |= {name: torch.ones(count, 6) for name in facts}
     batch = {"images": torch.zeros(count, 1, 1, 1), **others}
     prepared = kind(null_class=CLASSES, drop_condition=0.25).prepared(batch, 0)
@@ -201,7 +200,7 @@ def config_of(source: object, weights: object = None) -> DictConfig:
 def test_a_scheduler_of_another_task_is_refused(
     tmp_path: Path, task: str, name: str, config: dict, message: str
 ) -> None:
-    file, model = saved(tmp_path / "scheduler", name, **config), small("sd3")
+    file, model = saved(tmp_path / "scheduler", name, **config), small("dit")
     save_diffusion(model, tmp_path / "transformer")
     for source in (tmp_path, tmp_path / "transformer", tmp_path / "transformer/diffusion_pytorch_model.safetensors"):
         with pytest.raises(UserError, match=rf"^task={task}: {file} belongs to .*{message}\w*$"):
@@ -255,9 +254,9 @@ def loss_of_script(folder: Path, name: str, seed: int, mu: float | None) -> tupl
 @pytest.mark.parametrize(
     ("name", "numbers", "tokens"),
     [
-        ("sd3", {"shift": 3.0}, None),
+        ("sdxl", {"shift": 3.0}, None),
         ("flux", {"use_dynamic_shifting": True, "base_shift": 0.9, "max_shift": 2.0}, 6),
-        ("sd3", {"use_dynamic_shifting": True, "time_shift_type": "linear"}, 16),
+        ("dit", {"use_dynamic_shifting": True, "time_shift_type": "linear"}, 16),
         ("unet", {}, None),
     ],
 )
@@ -301,7 +300,7 @@ def test_a_shift_that_is_given_counts(tmp_path: Path) -> None:
     ("task", "scheduler", "name"),
     [
         ("noise_prediction", (EULER, {**SCALED, "prediction_type": "v_prediction"}), "sdxl"),
-        ("flow_matching", (FLOW, {"shift": 3.0}), "sd3"),
+        ("flow_matching", (FLOW, {"shift": 3.0}), "flux"),
     ],
 )
 @pytest.mark.usefixtures("small_activations")
