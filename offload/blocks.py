@@ -90,8 +90,9 @@ def _without_overlap(blocks: Iterable[Named]) -> Iterator[Named]:
     found: set[nn.Module] = set()
     for name, block in blocks:
         modules = set(block.modules())
-        common = nn.ModuleList(modules & taken)
-        if block not in taken and found.isdisjoint(modules) and _nbytes(common) <= COMMON * _nbytes(block):
+        common = modules & taken
+        few = not common or _nbytes(nn.ModuleList(common)) <= COMMON * _nbytes(block)
+        if block not in taken and found.isdisjoint(modules) and few:
             taken |= modules
             found.add(block)
             yield name, block

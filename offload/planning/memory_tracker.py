@@ -10,21 +10,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
-from offload.planning.known_results import known_or_computed, tensors_in
+from offload.planning.known_results import PACKED, known_or_computed, storage_of, tensors_in
 from offload.torch_private.tensor_parts import any_wraps
-from offload.torch_private.torch_internals import (
-    TorchDispatchMode,
-    overload_name,
-    overload_packet,
-    storage_address,
-)
+from offload.torch_private.torch_internals import UncompiledMode, overload_packet, storage_address
 
 # torch's CUDA allocator rounds sizes to multiples of this.
 ROUNDING_BYTES = 512
-# Frozen weights in few bits are held in tensors of these.
-PACKED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 # Operations that read no element of their argument.
 EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided)
 
@@ -48,8 +40,8 @@ class MemoryTracker:
         self.flops = 0.0
         self.dequantised_bytes = 0
         self._spend = spend
-        # Storages with weights on their way from few bits to many.
-        self._unpacked: set[int] = set()
+        self.unpacked: set[int] = set()
+        """storages with weights on their way from few bits to many"""
         self._landed: set[Tensor] = set()
         self._storages: dict[int, weakref.ref] = {}
         self._thread = threading.local()
@@ -78,10 +70,10 @@ class MemoryTracker:
 
     def add_dequantising(self, read: Sequence[Tensor], made: Tensor) -> None:
         """Counts an operation that makes a new tensor, if it is one on the way from few bits to a weight."""
-        sources = [each for each in read if each.dtype in PACKED or _key(each) in self._unpacked]
+        sources = [each for each in read if each.dtype in PACKED or storage_of(each) in self.unpacked]
         if not sources or made.numel() < max(each.numel() for each in sources):
             return
-        self._unpacked.add(_key(made))
+        self.unpacked.add(storage_of(made))
         nbytes = sum(map(_bytes_read, read)) + made.nbytes
         self.dequantised_bytes += nbytes
         self._spend(0.0, 0, nbytes)
@@ -108,7 +100,7 @@ class MemoryTracker:
 
         def gone(_: object) -> None:
             del self._storages[key]
-            self._unpacked.discard(key)
+            self.unpacked.discard(key)
             self.live_bytes -= nbytes
 
         self._storages[key] = weakref.ref(storage, gone)
@@ -117,7 +109,7 @@ class MemoryTracker:
             self.peak_bytes, self.peak_gradient_bytes = self.live_bytes, self.gradient_bytes
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(UncompiledMode):
     def __init__(self, tracker: MemoryTracker):
         super().__init__()
         self._tracker = tracker
@@ -126,29 +118,17 @@ class _Recording(TorchDispatchMode):
         if any_wraps(types):
             # The operations on what it wraps come here one by one.
             return NotImplemented
-        kwargs = kwargs or {}
-        result = known_or_computed(function, args, kwargs)
-        read = list(tensors_in((args, tuple(kwargs.values()))))
-        known = {_key(tensor) for tensor in read}
-        # A view, or a tensor updated in place, is no new memory.
-        made = [tensor for tensor in tensors_in((result,)) if _key(tensor) not in known]
+        kwargs, tracker = kwargs or {}, self._tracker
+        result, made, known = known_or_computed(function, args, kwargs)
         for tensor in made:
-            self._tracker.add(tensor)
-        if overload_packet(function) is torch.ops.aten.copy_:
-            self._tracker.add_copy(result.nbytes)
-        count = flop_registry.get(overload_packet(function))
-        if count is not None:
-            if overload_name(function).startswith("dtype"):
-                # The dtype of the wider result is an argument where the formulas expect a shape.
-                args = tuple(argument for argument in args if isinstance(argument, Tensor))
-            self._tracker.add_flops(count(*args, **kwargs, out_val=result))
-        elif len(made) == 1 and overload_packet(function) not in EMPTY:
-            self._tracker.add_dequantising(read, made[0])
+            tracker.add(tensor)
+        if known.copied_bytes is not None:
+            tracker.add_copy(known.copied_bytes)
+        if known.flops is not None:
+            tracker.add_flops(known.flops)
+        elif len(made) == 1 and (known.unpacks or tracker.unpacked) and overload_packet(function) not in EMPTY:
+            tracker.add_dequantising(list(tensors_in((args, *kwargs.values()))), made[0])
         return result
-
-
-def _key(tensor: Tensor) -> int:
-    return storage_address(tensor.untyped_storage())
 
 
 def _bytes_read(tensor: Tensor) -> int:

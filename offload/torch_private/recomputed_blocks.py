@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
 from weakref import WeakKeyDictionary
 
 import torch
@@ -120,7 +122,9 @@ def restore(attributes: dict[str, object], found: dict[str, object]) -> None:
 
 def changed(attributes: dict[str, object], found: dict[str, object]) -> list[str]:
     """Returns the names of attributes that are other objects than they were found, that are new, or gone."""
-    if len(attributes) == len(found) and all(found.get(name, MISSING) is value for name, value in attributes.items()):
+    # Without a loop in Python: each recompute asks this for each of its modules.
+    same = map(is_, map(found.get, attributes, repeat(MISSING)), attributes.values())
+    if len(attributes) == len(found) and all(same):
         return []
     names = attributes.keys() | found.keys()
     return [

@@ -132,6 +132,12 @@ _CHECKPOINT_PACKS = {
 gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+class UncompiledMode(TorchDispatchMode):
+    """A dispatch mode around what nobody compiles: torch need not keep its compiler out of each operation."""
+
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
+
 def left_out_of_graphs(function: Callable) -> Callable:
     """Returns `function` as one that torch.compile leaves out of its graphs: it and all that it calls run as they are.
 

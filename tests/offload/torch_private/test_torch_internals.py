@@ -236,10 +236,11 @@ def test_views_of_a_flat_tensor_lie_one_behind_the_other_in_the_shapes_of_others
     assert views[1].tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
-def test_a_dispatch_mode_sees_every_operation_with_its_overload():
+@pytest.mark.parametrize("kind", [internals.TorchDispatchMode, internals.UncompiledMode])
+def test_a_dispatch_mode_sees_every_operation_with_its_overload(kind: type):
     seen = []
 
-    class Notes(internals.TorchDispatchMode):
+    class Notes(kind):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             seen.append((internals.overload_packet(function), internals.overload_name(function)))
             return function(*args, **(kwargs or {}))
@@ -247,6 +248,8 @@ def test_a_dispatch_mode_sees_every_operation_with_its_overload():
     with Notes():
         torch.mm(torch.ones(2, 2, device="meta"), torch.ones(2, 2, device="meta"))
     assert (torch.ops.aten.mm, "default") in seen
+    # What torch puts around it keeps the compiler out.
+    assert hasattr(Notes.__torch_dispatch__, "__wrapped__") == (kind is internals.TorchDispatchMode)
 
 
 def test_nested_arguments_are_taken_apart_and_put_together():
