@@ -5,14 +5,12 @@
 
 A model of transformers, and our Llama, becomes config.json and model.safetensors with the tokenizer's files, for
 AutoModelForCausalLM and AutoTokenizer; a model of diffusers config.json and diffusion_pytorch_model.safetensors, with
-the scheduler_config.json that it was trained by, so that model.source=OUT trains on. Large models are written in
+the scheduler_config.json that it was trained by, so that model.weights=OUT trains on. Large models are written in
 several files with an index. Where the run trained an adapter, OUT has the adapter in peft's form, for a model of
 diffusers also as pytorch_lora_weights.safetensors for its pipelines and ComfyUI, or with --merge the whole model. Where
 the run has averages of its weights (ema), they are written. KEY=VALUE changes the run's configuration: ema=null for the
 weights themselves, dataset.tokenizer=FILE for a tokenizer's file that was moved. OUT is complete or not there.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys
