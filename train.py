@@ -1,5 +1,6 @@
 """Trains one model under one offload mode, or a sweep of them: see `python train.py --help`."""
 
+import gc
 import sys
 from functools import partial
 
@@ -10,6 +11,8 @@ if __name__ == "__main__":
     starting.end_on_interrupt()
     starting.expand_segments()
     starting.end_soon()
+    # The objects that imports make stay, and a quarter of their time would be looks for garbage.
+    gc.disable()
 
 import hydra
 from omegaconf import DictConfig
@@ -50,6 +53,8 @@ def main(config: DictConfig) -> None:
         if config.plan:
             from training.planning.plan_only import plan_only
 
+            # With it the process ends.
+            gc.disable()
             refuse_records(run_dir)
             summary = plan_only(config, invocation)
             directory.write_config(config, invocation)
@@ -75,6 +80,8 @@ def start() -> None:
 
 if __name__ == "__main__":
     starting.interrupt_as_usual()
+    gc.freeze()
+    gc.enable()
     console.tolerate_failures()
     with refusals_reported():
         refuse_other_launchers()

@@ -101,7 +101,8 @@ def inject(model: nn.Module, adapter: Lora, dtype: torch.dtype) -> None:
     experts = _expert_names(root, adapter)
     saved = saved_names(root, adapter.modules_to_save or (), [*targets, *experts])
     config = adapter.peft_config(short_names(root, targets), (), short_parameter_names(root, experts))
-    with warnings.catch_warnings():
+    # On the device to which peft moves each adapter.
+    with warnings.catch_warnings(), next(root.parameters()).device:
         # About settings that peft corrects itself, such as that of transposed layers.
         warnings.simplefilter("ignore")
         inject_adapter_in_model(config, root, NAME)

@@ -12,7 +12,10 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from unittest.mock import patch
+
+import torch
 
 # The second is a part that transformers imports.
 QUANTISERS = ("torchao", "torchao.prototype.safetensors.safetensors_support", "bitsandbytes")
@@ -36,7 +39,10 @@ def import_quantisers() -> None:
     """Imports what is installed of torchao and bitsandbytes, before another library does."""
     for package in QUANTISERS:
         # One that cannot be imported is reported where it is needed.
-        with without_remarks(), suppress(Exception):
+        with without_remarks(), suppress(Exception), ExitStack() as stack:
+            if package == "bitsandbytes":
+                # Its functions for devices without its kernels: to compile them imports all of torch's compiler.
+                stack.enter_context(patch.object(torch, "compile", lambda function, **_: function))
             importlib.import_module(package)
 
 

@@ -48,6 +48,7 @@ def test_afterwards_all_is_heard_again(capfd: pytest.CaptureFixture[str]):
 
 
 ADAPTED = """
+import sys
 import torch
 from models.adapters import Lora, inject
 from models.llama import Llama
@@ -55,6 +56,8 @@ from models.llama import Llama
 with torch.device("meta"):
     model = Llama(8, 8, 8, 1, 1, 1)
 inject(model, Lora(rank=1, alpha=1), torch.float32)
+# All of torch's compiler, which nothing here needs.
+assert "torch._inductor.compile_fx" not in sys.modules
 """
 
 
