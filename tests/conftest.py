@@ -14,6 +14,9 @@ import pytest
 # More threads have nothing to do for tensors this small, and wait actively: on a busy machine ten times as long. Before
 # torch is imported, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Of images that set it: each program that a test starts would compile the repository again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_configure() -> None:
@@ -46,9 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # By now nearly everything is imported. A collection that looks at all of it takes 0.3 s, and tests make hundreds.
+    # By now nearly everything is imported. A collection that looks at all of it takes 0.3 s, and tests make hundreds;
+    # young objects are looked at more rarely too.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
     _seed_no_absent_devices()
 
 

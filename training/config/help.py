@@ -4,8 +4,6 @@ conf/hydra/help/train.yaml asks for the text as `${page:}`. That is conf/hydra/h
 filled in; among them are `${modes:}`, `${knobs:GROUP}` and `${given:}`, which follow from the code and from conf/.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
@@ -37,6 +35,9 @@ def register() -> None:
 
 def page(_root_: DictConfig) -> str:
     """Returns the text of the page, with the values of the configuration. A dollar sign is doubled in it."""
+    # OmegaConf asks in every composition, before the options are there.
+    if "offload" not in _root_:
+        return ""
     text = VALUE.sub(lambda found: f"[{_shown(OmegaConf.select(_root_, found[1]))}]", PAGE.read_text(encoding="utf-8"))
     return OmegaConf.create({"text": text}, parent=_root_).text
 
