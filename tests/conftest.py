@@ -1,7 +1,5 @@
 """Sets up every pytest run: the worker processes, and the signals that tests send."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

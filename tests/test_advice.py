@@ -1,7 +1,5 @@
 """The advice in messages about weights, tokenizers and saved runs: taken as it is written, it works."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

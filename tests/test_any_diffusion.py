@@ -1,7 +1,5 @@
 """The classes of diffusers without a pipeline, in the loop: a mode computes the resident model's numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of transformers and diffusers in the loop: every mode computes the resident model's numbers, and resumes."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is trained with model=pipeline leaves as its pipeline loads it, and a resumed run goes on as if never ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rules of the layout, checked in the source: imports, where streams are made, and a test file for each file."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """The number of worker processes that `-n auto` gives to a pytest run, and the tests that a run leaves out."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

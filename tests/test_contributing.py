@@ -1,7 +1,5 @@
 """The mode and the task that CONTRIBUTING shows work as they stand there, and everything finds them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Links between the pages of the documentation lead to a file, and their anchors to a heading of it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The notebooks of examples/ run, and print what they show; its configurations run by the commands in them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Faults in the middle of a run: the user gets one line that helps, and the run's directory has the reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

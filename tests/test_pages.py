@@ -1,7 +1,5 @@
 """The pages that lead through a task: their commands and programs run, made small."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The programs of docs/recipes.md run as they stand there, with the losses of a resident model."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import re

@@ -1,7 +1,5 @@
 """The files for people and programs that find the repository: they name what is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """train.py on the CPU: as a user runs it, and for comparing modes, which takes many runs, within this process."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -164,10 +162,7 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
         (("model.vocab_size=100",), r"has 257 ids, and the model 100: take model.vocab_size=257"),
         (("offload=bounce_linear", "offload.resident=99"), r"offload.resident=99: the model has"),
         (("offload=layer_stream", "offload.layers=blocks"), r"offload.layers=blocks: no list of blocks there"),
-        (
-            ("offload=layer_stream_swap", "offload.weights.layers=blocks"),
-            r"weights.layers=blocks: no list of",
-        ),
+        (("offload=layer_stream_swap", "offload.weights.layers=blocks"), r"weights.layers=blocks: no list of"),
         (("offload=shard_offload", "offload.shards=3"), r"offload.shards=3: must be between 1 and .* blocks, 2"),
         (("seq_len=200000",), r"one block of seq_len \+ 1 = 200001"),
     ],

@@ -1,7 +1,5 @@
 """Runs the survey: `scripts/run.sh python -m tests.faults`; 0 cases of a part leave it out."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -4,8 +4,6 @@ Before each open, write, fsync, rename, removal, mkdir and truncation, and also 
 begins with two checkpoints, of which its save removes the older one, and with what a killed save left.
 """
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

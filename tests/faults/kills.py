@@ -4,8 +4,6 @@ Half of the kills fall between the start and about the first checkpoint, half af
 in saves. Several hit the same run, which is then resumed to its end.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

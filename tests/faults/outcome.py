@@ -1,7 +1,5 @@
 """The results of the cases of one part of the survey."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """A few cases of each part of the survey."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters of experts that are one tensor: peft's numbers and files, and the same bits in every mode."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

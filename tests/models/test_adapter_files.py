@@ -1,7 +1,5 @@
 """Adapters in peft's files: read by peft with equal outputs, and read again here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Adapters under every mode, from the meta device on: three steps are the bits of the resident model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

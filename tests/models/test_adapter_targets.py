@@ -1,7 +1,5 @@
 """The layers that get an adapter, and the modules that train in full beside them."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Adapters in a model: what trains, what they begin with, the base beneath them, and merging."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """A model that is built a second time, without memory for its parameters: its buffers and first values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Tokens one by one: as by recomputing the whole sequence, from the likeliest, by the seed alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Models of transformers behind one way to call each; `tests/models/test_hf_modes.py` trains them under the modes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,17 +8,7 @@ from models.generation import can_generate
 from models.hf import build_hf, cross_entropy
 from models.hf_source import sub_configs
 from models.loss import Head
-from tests.models.helpers.hf_models import (
-    BATCH,
-    CLASSES,
-    LANGUAGE,
-    LENGTH,
-    MODELS,
-    VISION,
-    VOCABULARY,
-    batch,
-    tiny,
-)
+from tests.models.helpers.hf_models import BATCH, CLASSES, LANGUAGE, LENGTH, MODELS, VISION, VOCABULARY, batch, tiny
 
 # A bias, capped or scaled logits, an auxiliary loss, or a forward that calls the model below the head in parts.
 WITH_LOGITS = {"bert", "gemma2", "granite", "mixtral_balanced", "opt"}

@@ -1,7 +1,5 @@
 """Models of transformers under every mode, from the meta device on: two steps are the bits of the resident model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Packed rows in models of transformers: a sample's losses are those of the sample alone, or the model is refused."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -12,16 +10,7 @@ from transformers.masking_utils import create_causal_mask, create_chunked_causal
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import hf, hf_packed
-from models.hf_packed import (
-    SDPA,
-    STARTS,
-    Packing,
-    mask_of,
-    most_positions,
-    one_sequence_a_row,
-    packed_rows,
-    starts_for,
-)
+from models.hf_packed import SDPA, STARTS, Packing, mask_of, most_positions, one_sequence_a_row, packed_rows, starts_for
 from models.packed_attention import bounds_of, positions_in
 from offload.planning.meta_kernels import fused_kernels
 from tests.models.helpers.hf_models import GROUPED, LANGUAGE, MODELS, SINGLE, VOCABULARY, batch, build_hf, task_of, tiny

@@ -1,7 +1,5 @@
 """Files of transformers models that are written here, and read by transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -159,12 +159,7 @@ def test_other_modules():
         assert matrix.std().item() == pytest.approx(0.02, rel=0.1)
     assert model.attention.in_proj_weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert (model.gate == 1).all()
-    for zeros in (
-        model.query_bias,
-        model.conv.bias,
-        model.attention.in_proj_bias,
-        model.attention.out_proj.bias,
-    ):
+    for zeros in (model.query_bias, model.conv.bias, model.attention.in_proj_bias, model.attention.out_proj.bias):
         assert (zeros == 0).all()
     for norm in model.norms:
         assert (norm.weight == 1).all()

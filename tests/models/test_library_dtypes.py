@@ -1,7 +1,5 @@
 """Models in bf16 are those that `from_pretrained(dtype=torch.bfloat16)` loads: dtypes and values, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA files that are written and read here compute what they do in diffusers, in peft and in ComfyUI."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,14 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from models.adapter_files import (
-    CONFIG_FILE,
-    DIFFUSERS_FILE,
-    WEIGHTS_FILE,
-    check_adapter,
-    load_adapter,
-    shared_files,
-)
+from models.adapter_files import CONFIG_FILE, DIFFUSERS_FILE, WEIGHTS_FILE, check_adapter, load_adapter, shared_files
 from models.adapter_targets import target_names
 from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, merge_adapter
 from models.diffusion_network import DiffusersNetwork

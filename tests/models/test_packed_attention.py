@@ -1,7 +1,5 @@
 """Attention in packed rows, compared with each sample's alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,10 +112,7 @@ def cudnn_allowed():
 @pytest.mark.usefixtures("cudnn_allowed")
 @pytest.mark.parametrize(
     "build",
-    [
-        lambda: build_diffusion("flux", SMALL_FLUX),
-        lambda: build_hf("gpt2", "causal_lm", {"n_layer": 1}),
-    ],
+    [lambda: build_diffusion("flux", SMALL_FLUX), lambda: build_hf("gpt2", "causal_lm", {"n_layer": 1})],
     ids=["diffusers", "transformers"],
 )
 def test_models_of_other_libraries_do_without_cudnns_attention(build):

@@ -1,7 +1,5 @@
 """Packed rows and the loss of each token under every mode: two steps are the bits of the resident model."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

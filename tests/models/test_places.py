@@ -1,7 +1,5 @@
 """The places of parameters in files: their bytes there are the model's, and others have a reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantised weights: products, gradients, what is saved for backward, and how values get in."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

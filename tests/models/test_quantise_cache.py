@@ -1,7 +1,5 @@
 """Quantised weights in a file beside those that they were made from."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The formats of quantised weights: their bytes, their error, and the bits of their libraries."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantised weights of layers that are no nn.Linear: transformers' Conv1D, and experts that are one tensor."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

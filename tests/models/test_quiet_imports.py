@@ -1,7 +1,5 @@
 """Packages that remark on the machine when they are imported."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

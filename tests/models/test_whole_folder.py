@@ -1,7 +1,5 @@
 """A folder is complete or not there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

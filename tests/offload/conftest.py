@@ -1,7 +1,5 @@
 """Fixtures for the engine's tests: streams of the CPU, a swapper, and settings for exact or delayed GPU streams."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The blocks of a model: those of the list at the path that was given, or of all its lists."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A mode that is dropped without detach leaves nothing behind: memory that is locked, streams, a watch on autograd."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

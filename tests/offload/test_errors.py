@@ -1,7 +1,5 @@
 """A knob's error gets the path of its key from whoever knows it."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,23 +1,12 @@
 """Knobs hold their values to the declarations, and are explained by docstrings; sizes in bytes are read and written."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
 from offload.errors import KnobError
-from offload.knobs import (
-    GIB,
-    check_knobs,
-    explanations,
-    format_bytes,
-    in_range,
-    knob,
-    nbytes,
-    parse_bytes,
-)
+from offload.knobs import GIB, check_knobs, explanations, format_bytes, in_range, knob, nbytes, parse_bytes
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,5 @@
 """10 steps, and 5 times attach and detach, in every mode: nothing is left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -41,10 +39,7 @@ CASES = {
     "tensor_swap": (lambda: TensorSwap(Resident(), budget=4096), None),
     "bounce_linear_swap": (lambda: TensorSwap(BounceLinear(slots=2)), None),
     "layer_stream_swap": (lambda: TensorSwap(LayerStream(slots=2), budget="auto"), True),
-    "shard_offload under tensor_swap": (
-        lambda: TensorSwap(ShardOffload(shards=2, checkpoint=False)),
-        False,
-    ),
+    "shard_offload under tensor_swap": (lambda: TensorSwap(ShardOffload(shards=2, checkpoint=False)), False),
     "save_on_cpu": (lambda: SaveOnCpu(Resident()), None),
 }
 on_cases = pytest.mark.parametrize(("make", "early"), CASES.values(), ids=CASES)

@@ -1,7 +1,5 @@
 """The norm of a gradient is right for any number of elements, as torch's own on the CPU is not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

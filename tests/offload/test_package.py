@@ -1,7 +1,5 @@
 """`pip install .` installs the engine, and the example in the docstring of the package runs."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 import subprocess

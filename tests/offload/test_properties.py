@@ -4,8 +4,6 @@ Examples come from a fixed seed. To try others: HYPOTHESIS_PROFILE=hunt pytest t
 programmes of updates UPDATE_SEEDS=1000:2000.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

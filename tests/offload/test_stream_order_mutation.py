@@ -1,7 +1,5 @@
 """Delete any one wait, record or synchronize of the engine, and the stream checker must notice."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import tempfile
@@ -33,13 +31,7 @@ from offload.optimizer.worker import UpdateWorker
 from offload.sharing.buckets import gradient_buckets
 from offload.speculation.trials import Speculation
 from offload.streams import registry
-from offload.streams.stream_checker import (
-    CheckedEvent,
-    CheckedSignal,
-    CheckedStream,
-    CheckedStreams,
-    StreamOrderError,
-)
+from offload.streams.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, StreamOrderError
 from offload.weights.gradients import ring
 from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, stack_inputs, train, under

@@ -1,7 +1,5 @@
 """Tests of peers on a GPU are skipped where there is none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

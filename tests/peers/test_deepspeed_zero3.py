@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO-3 with everything on the host, in the loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Group offloading of diffusers computes the loss of each step, forward only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

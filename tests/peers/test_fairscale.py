@@ -1,7 +1,5 @@
 """fairscale's OffloadModel in the loop. Its gradients are not compared: they may be wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """FSDP2 with CPU offload trains in the loop, and its curve is the resident one, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

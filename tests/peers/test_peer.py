@@ -1,7 +1,5 @@
 """Every adapter has clear refusals and notes, leaves no traces in the model, and is planned as a resident model."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A process group of one, and the environment as it was."""
 
-from __future__ import annotations
-
 import os
 
 import torch

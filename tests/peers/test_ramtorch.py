@@ -1,7 +1,5 @@
 """RamTorch's OffloadModel trains in the loop: equal in float32, by rounding apart in bf16."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """RoundPipe in the loop: exact, and one step stale; parts of unequal size are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

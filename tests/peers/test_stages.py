@@ -1,7 +1,5 @@
 """The chain of stages computes the loss of the model, with its parameters, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

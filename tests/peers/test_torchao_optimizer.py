@@ -1,7 +1,5 @@
 """torchao's CPUOffloadOptimizer in the loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

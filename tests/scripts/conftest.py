@@ -1,7 +1,5 @@
 """Runs the programs inside the process of a test."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

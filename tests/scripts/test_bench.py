@@ -1,7 +1,5 @@
 """The benchmark: ratios against values by hand, a run on the CPU, modes by their names."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark of several devices runs on the CPU, and its figures fit together."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark beside TRL runs on the CPU: its rows are of the same model, chats and number of tokens."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The program that measures the optimizer's update on the host, with few parameters."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

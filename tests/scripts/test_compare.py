@@ -1,7 +1,5 @@
 """scripts/compare.py from the command line, over a sweep of train.py and over mistakes."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess
@@ -13,13 +11,7 @@ import pytest
 from tests import ROOT
 from tests.training.comparison.conftest import RunWriter
 from tests.training.helpers.in_process import SMALL_MODEL
-from training.runs.files import (
-    COMPARE_CSV_FILE,
-    COMPARE_LATEX_FILE,
-    COMPARE_MARKDOWN_FILE,
-    COMPARE_PAGE_FILE,
-    FIGURES,
-)
+from training.runs.files import COMPARE_CSV_FILE, COMPARE_LATEX_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURES
 
 TABLES = {COMPARE_CSV_FILE, COMPARE_LATEX_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE}
 FILES = TABLES | {f"{name}.png" for name in FIGURES}

@@ -1,7 +1,5 @@
 """The wandb workspace: wandb-workspaces reads its specification, and it names metrics that runs record."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """scripts/export.py: its arguments, and its mistakes in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """scripts/generate.py: text of a checkpoint, in every mode the same, and its mistakes in one line."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """scripts/modes.py: the table in the documentation is up to date."""
 
-from __future__ import annotations
-
 from scripts.modes import END, PAGE, START, with_table
 from training.config.modes import ModeOption, mode_options
 

@@ -1,7 +1,5 @@
 """scripts/peers.py: which runs are started, within which time, and the page that it fills."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

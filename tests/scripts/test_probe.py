@@ -1,7 +1,5 @@
 """The program that measures this machine, with the measurement itself replaced."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """scripts/show.py: chats with what is trained on marked, of arguments and of a run, and its mistakes in one line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

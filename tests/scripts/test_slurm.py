@@ -1,7 +1,5 @@
 """scripts/slurm.sbatch with programs in place of SLURM's: a host is a torchrun on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The tiny pipeline and its pictures are made, and experiment=pictures trains on them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The program that traces one step, run on the CPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The steps that are measured: equal losses under modes, updates, memory given back."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

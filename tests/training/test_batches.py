@@ -1,7 +1,5 @@
 """Batches of one tensor and of several."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

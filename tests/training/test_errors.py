@@ -1,7 +1,5 @@
 """The error that users can fix, and the line that stands for any error."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The overlays in conf/experiment/ compose, contain every mode, and train when they are made small."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

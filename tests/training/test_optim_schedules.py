@@ -1,7 +1,5 @@
 """Learning-rate schedules: factors worked out by hand, both optimizers, and what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -17,11 +15,7 @@ from training.optim import build_schedule, warn_of_rates
 
 OPTIMIZERS = [
     pytest.param(["optimizer=adamw"], id="adamw"),
-    pytest.param(
-        ["optimizer=host_adamw", "optimizer.threads=1"],
-        id="host_adamw",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param(["optimizer=host_adamw", "optimizer.threads=1"], id="host_adamw", marks=pytest.mark.slow),
 ]
 
 

@@ -1,7 +1,5 @@
 """Seeds depend on their key alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

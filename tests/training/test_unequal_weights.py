@@ -1,7 +1,5 @@
 """Batches whose examples have unequally many labels: every split of a step, and every mode, trains on its one mean."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Text of foreign origin, made safe to print and to write into reports."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import unicodedata

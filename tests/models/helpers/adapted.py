@@ -1,7 +1,5 @@
 """Gives values to models with adapters, as a run does: the base, the adapters, and what training would change."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

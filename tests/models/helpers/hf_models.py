@@ -1,7 +1,5 @@
 """Tiny models of transformers' architectures, as `models.hf.build_hf` makes them, and batches for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -42,10 +40,7 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {**GROUPED, "logits_scaling": 3.0}),
     "mixtral": ("mixtral", MIXTRAL),
     "mixtral_balanced": ("mixtral", {**MIXTRAL, "output_router_logits": True}),
-    "gpt_oss": (
-        "gpt_oss",
-        {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
-    ),
+    "gpt_oss": ("gpt_oss", {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}),
     "deepseek_v3": (
         "deepseek_v3",
         {

@@ -1,7 +1,5 @@
 """LoRA files as diffusers, kohya's scripts and ComfyUI write and read them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path

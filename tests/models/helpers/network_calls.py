@@ -1,7 +1,5 @@
 """Networks of diffusers called by hand, as their pipelines call them: for tests that need every class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -222,9 +220,7 @@ CALLS: dict[str, Callable[[Given], Arguments]] = {
     "kandinsky5_image": lambda given: of_kandinsky5(given, given.beside()),
     "joyimage": of_steps,
     "krea2": lambda given: of_times(
-        given,
-        given.pairs,
-        position_ids=diffusers.Krea2Pipeline.prepare_position_ids(3, 2, 3, torch.device("cpu")),
+        given, given.pairs, position_ids=diffusers.Krea2Pipeline.prepare_position_ids(3, 2, 3, torch.device("cpu"))
     ),
     "latte": of_steps,
     "longcat": of_longcat,

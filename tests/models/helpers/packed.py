@@ -1,7 +1,5 @@
 """Packed rows of three samples each, and the losses of each sample alone."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

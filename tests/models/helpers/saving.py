@@ -1,18 +1,11 @@
 """Writes a model's weights, as a checkpoint does or in the form of its library, for the tests that load them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from models.adapter_files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    adapter_config,
-    adapter_tensors,
-)
+from models.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_config, adapter_tensors
 from models.diffusion_files import diffusion_files
 from models.hf_saving import hf_files
 from models.safetensors_files import write_tensors

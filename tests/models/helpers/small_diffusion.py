@@ -1,7 +1,5 @@
 """Small models of classes of diffusers, and inputs for them."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch

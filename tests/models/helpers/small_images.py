@@ -1,7 +1,5 @@
 """Small configurations of the classes of diffusers that make images, with the shape of their latents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.offload.helpers.diffusion_architectures import HEADS, POOLED_WIDTH, TEXT_WIDTH, UNET
@@ -116,11 +114,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         IMAGE,
     ),
     "cogview3": ("CogView3PlusTransformer2DModel", {**COGVIEW, "attention_head_dim": 8}, IMAGE),
-    "cogview4": (
-        "CogView4Transformer2DModel",
-        {**COGVIEW, "attention_head_dim": 8, "rope_axes_dim": (8, 8)},
-        IMAGE,
-    ),
+    "cogview4": ("CogView4Transformer2DModel", {**COGVIEW, "attention_head_dim": 8, "rope_axes_dim": (8, 8)}, IMAGE),
     "cogview4_control": (
         "CogView4Transformer2DModel",
         {**COGVIEW, "in_channels": 8, "attention_head_dim": 8, "rope_axes_dim": (8, 8)},

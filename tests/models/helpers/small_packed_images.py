@@ -1,7 +1,5 @@
 """Small configurations of the classes of diffusers that take images as sequences of patches, and shapes of latents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.models.helpers.small_images import JOINT
@@ -20,12 +18,7 @@ PACKED_IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     ),
     "flux2": (
         "Flux2Transformer2DModel",
-        {
-            **PACKED,
-            "joint_attention_dim": TEXT_WIDTH,
-            "timestep_guidance_channels": 8,
-            "axes_dims_rope": (2, 2, 2, 2),
-        },
+        {**PACKED, "joint_attention_dim": TEXT_WIDTH, "timestep_guidance_channels": 8, "axes_dims_rope": (2, 2, 2, 2)},
         PACKED_IMAGE,
     ),
     "chroma": (

@@ -1,7 +1,5 @@
 """Small configurations of the classes of diffusers that make sounds and embeddings, with shapes of their latents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.models.helpers.small_images import CHANNELS

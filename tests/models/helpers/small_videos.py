@@ -1,7 +1,5 @@
 """Small configurations of classes of diffusers that make videos, with shapes of latents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.models.helpers.small_images import CHANNELS, SANA
@@ -232,11 +230,7 @@ VIDEOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     ),
     "wan": ("WanTransformer3DModel", WAN, VIDEO),
     "wan_image": ("WanTransformer3DModel", {**WAN, **WAN_IMAGE}, VIDEO),
-    "wan_vace": (
-        "WanVACETransformer3DModel",
-        {**WAN, "vace_layers": (0,), "vace_in_channels": 5},
-        VIDEO,
-    ),
+    "wan_vace": ("WanVACETransformer3DModel", {**WAN, "vace_layers": (0,), "vace_in_channels": 5}, VIDEO),
     "anyflow": ("AnyFlowTransformer3DModel", {**WAN, "image_dim": 6}, VIDEO),
     "chronoedit": ("ChronoEditTransformer3DModel", {**WAN, **WAN_IMAGE}, VIDEO),
     "joyimage": (

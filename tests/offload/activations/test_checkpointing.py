@@ -1,7 +1,5 @@
 """Blocks that recompute have the losses, gradients, random states and statistics of blocks that do not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Caches as they were before a block: their structure is copied, their tensors are not, and changes are noticed."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Host blocks are reused from step to step where they fit, and returned to the host when no step needs them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

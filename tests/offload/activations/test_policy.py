@@ -1,7 +1,5 @@
 """Policies choose the spans to swap, by arithmetic over the record of a step."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

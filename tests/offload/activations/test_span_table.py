@@ -1,7 +1,5 @@
 """Saved bytes are found again while their storages live and nobody writes; what dead spans leave behind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

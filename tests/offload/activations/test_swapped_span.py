@@ -1,7 +1,5 @@
 """A swapped span: which bytes it has, when its device copy goes, and what it leaves when the last tensor goes."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Swapped tensors come back as they were, and no other tensor is moved, kept or freed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

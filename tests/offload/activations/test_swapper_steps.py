@@ -1,7 +1,5 @@
 """Swapping over whole graphs and steps: when memory is freed and comes back, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Weights that stay in their files: the numbers of memory, changes by users, and changes of files."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

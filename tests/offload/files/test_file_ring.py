@@ -1,7 +1,5 @@
 """The ring of host blocks: what it reads, in which order, how it waits, and how it ends."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mapped files: views, reads, changes of the file, and writes to the mapping."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
@@ -9,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.files.mapped_files import (
-    ChangedFileError,
-    FileSpan,
-    MappedFile,
-    lies_in_file,
-)
+from offload.files.mapped_files import ChangedFileError, FileSpan, MappedFile, lies_in_file
 from tests.offload.helpers.mapped import reads_through
 from tests.offload.helpers.open_files import open_files
 

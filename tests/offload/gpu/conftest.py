@@ -1,7 +1,5 @@
 """For tests that compare two runs on a GPU bit for bit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Both run with kernels that repeat bit for bit. Where torch has none for an opera
 skipped with torch's reason.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

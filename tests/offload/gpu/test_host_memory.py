@@ -1,7 +1,5 @@
 """Page-locked memory on a real device: unlocked however it goes, and done without where it cannot be had."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Weights that stay in their files, on a real device: the numbers of memory while each stream in turn is late."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

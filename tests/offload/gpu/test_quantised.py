@@ -1,7 +1,5 @@
 """Quantised weights on a real device: copied in time, in the right stream, and as resident ones compute."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload.modes.bounce_linear import BounceLinear

@@ -1,7 +1,5 @@
 """shard_offload on a real device: the resident model's numbers while every stream in turn is made late."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Both run with kernels that repeat bit for bit. Where torch has none for a module, the test is skipped with its reason.
 """
 
-from __future__ import annotations
-
 import pytest
 from torch.testing._internal.common_modules import ModuleInfo
 

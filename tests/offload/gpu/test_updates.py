@@ -1,7 +1,5 @@
 """Updates beside a real device give the numbers of updates in turn, while each stream or the worker is late."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

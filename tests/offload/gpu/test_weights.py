@@ -4,8 +4,6 @@ A GPU test could pass because the host is slow. So spinning kernels delay each s
 NaN: then a missing wait shows in the numbers.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 
@@ -23,15 +21,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.streams import registry
 from offload.streams.transfer import Transfer
 from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, gpu_inputs, make_late
-from tests.offload.helpers.models import (
-    Stack,
-    assert_same,
-    same_as_resident,
-    stack_inputs,
-    train,
-    under,
-    with_copy,
-)
+from tests.offload.helpers.models import Stack, assert_same, same_as_resident, stack_inputs, train, under, with_copy
 
 pytestmark = ON_A_GPU
 

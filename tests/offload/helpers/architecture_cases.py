@@ -1,7 +1,5 @@
 """Every tiny architecture, the modes that are tried on it, and the comparison with the resident model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

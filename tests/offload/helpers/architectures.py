@@ -4,8 +4,6 @@ Nothing is downloaded, and a package is imported when a model of it is made. Wei
 models have dropout. They take keyword arguments alone.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable
@@ -126,12 +124,7 @@ DECODERS = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "mixtral": of_transformers(
-        "MixtralForCausalLM",
-        text,
-        **DECODER,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
+        "MixtralForCausalLM", text, **DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
     ),
     "gpt_oss": of_transformers(
         "GptOssForCausalLM", text, **DECODER, num_local_experts=4, num_experts_per_tok=2, sliding_window=4

@@ -1,7 +1,5 @@
 """A driver of CUDA for threads of one process on the CPU: streams do at once what is queued, and wait as threads do."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Sequence

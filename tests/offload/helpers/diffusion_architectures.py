@@ -1,7 +1,5 @@
 """Tiny models of diffusers, made without a download; see `architectures`."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Modes that are dropped in mid-step without detach, as in a notebook after an exception."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Models that others wrote, and the comparison of a mode with the resident model on them, call by call."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial

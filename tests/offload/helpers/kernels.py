@@ -1,7 +1,5 @@
 """Operands and runs for the tests of the update's kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Makes streams late on purpose, and fills freed slots with NaN, so that a missing wait shows in the numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

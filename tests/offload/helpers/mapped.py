@@ -1,7 +1,5 @@
 """Frozen models in safetensors-like files, for tests of weights that stay in their files."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator

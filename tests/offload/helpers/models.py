@@ -1,7 +1,5 @@
 """Models for the tests of the engine, and the comparison of a mode with the resident model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Every mode of offload/modes, found by its file: a new one is in the tests without a line in them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The files that this process has open, for tests of those that are left."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 

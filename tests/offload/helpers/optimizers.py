@@ -1,7 +1,5 @@
 """Parameters, gradients and comparisons for the tests of HostAdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

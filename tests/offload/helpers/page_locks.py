@@ -1,7 +1,5 @@
 """CUDA runtimes that keep account of page-locked memory: a fake one, and the real one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

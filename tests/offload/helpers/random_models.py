@@ -1,7 +1,5 @@
 """Random small models, modes and knobs, as hypothesis strategies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -239,10 +237,7 @@ def activation_modes(draw: st.DrawFn) -> tuple[str, dict]:
     weights = draw(weight_modes())
     if draw(st.integers(0, 4)) == 0:
         return "save_on_cpu", {"weights": weights}
-    return "tensor_swap", {
-        "weights": weights,
-        "budget": draw(st.sampled_from([0, 1, 2000, "1MiB", "auto"])),
-    }
+    return "tensor_swap", {"weights": weights, "budget": draw(st.sampled_from([0, 1, 2000, "1MiB", "auto"]))}
 
 
 MODES = {

@@ -4,8 +4,6 @@ A programme is made of a seed. It is run twice: under its mode, with updates bes
 update in its turn. Both must see the same numbers.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

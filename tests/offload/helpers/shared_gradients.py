@@ -1,7 +1,5 @@
 """Gradients of a model under two processes that share its homes, here threads, and of one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial

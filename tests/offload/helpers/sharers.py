@@ -1,7 +1,5 @@
 """Sharers that share homes, as threads of one process: their collectives are copies between their tensors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

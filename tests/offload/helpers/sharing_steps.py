@@ -1,7 +1,5 @@
 """Steps of sharers whose updates may begin before the norm of the gradients is known."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

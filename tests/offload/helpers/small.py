@@ -1,7 +1,5 @@
 """Settings under which models of a few kilobytes do all that large ones do."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload.modes import shard_offload, tensor_swap

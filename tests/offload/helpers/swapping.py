@@ -1,7 +1,5 @@
 """An activation swapper without a mode, and an operation that saves the tensors that it is given."""
 
-from __future__ import annotations
-
 import torch
 
 from offload.activations.swapper import ActivationSwapper

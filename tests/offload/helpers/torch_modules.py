@@ -1,7 +1,5 @@
 """The modules of torch's own database of them, and the comparison of each with the resident one under every mode."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.testing._internal.common_modules import ModuleInfo, module_db

@@ -1,7 +1,5 @@
 """Updates with a log, and operands of any bits, for the tests of undoing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """Makes units and their tensors, and looks at them."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

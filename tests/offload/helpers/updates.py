@@ -1,7 +1,5 @@
 """Trains models with updates beside the step, by workers of every pace."""
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

@@ -1,7 +1,5 @@
 """Scenarios of user code around a step, run with a mode and resident: both must see the same tensors."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Device slots have equal size, and are found by the tensors that lie in them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Host blocks have exact size, are page-locked where possible, and are returned to the system."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """Memory and cores that this process may use: the least limit binds, wherever it is; and the free memory of a GPU."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layer-major microbatches: the order of backward, the order of additions to gradients, and one after another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -1,7 +1,5 @@
 """Functions in lockstep: their turns, the state of their threads, and their errors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A trial of microbatches side by side: what tells them apart, and what it leaves behind, which is nothing."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

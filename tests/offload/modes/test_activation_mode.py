@@ -1,7 +1,5 @@
 """A mode over another: everything about weights is left to that one, and errors say whose knob it is."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 

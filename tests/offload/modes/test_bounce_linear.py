@@ -1,7 +1,5 @@
 """bounce_linear computes the resident model's numbers, bit for bit, and moves the bytes of its footprint."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

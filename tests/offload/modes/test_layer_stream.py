@@ -1,7 +1,5 @@
 """layer_stream computes the resident model's numbers on models of many shapes, with their buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -11,15 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
-from tests.offload.helpers.models import (
-    Block,
-    Stack,
-    normal,
-    same_as_resident,
-    stack_inputs,
-    under,
-    with_copy,
-)
+from tests.offload.helpers.models import Block, Stack, normal, same_as_resident, stack_inputs, under, with_copy
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])

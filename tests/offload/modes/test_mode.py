@@ -1,7 +1,5 @@
 """The contract: a module has one mode at a time, and a mode that overrides nothing leaves the model resident."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import pytest

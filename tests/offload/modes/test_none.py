@@ -1,7 +1,5 @@
 """none leaves a model on the device, and gives it back as it was."""
 
-from __future__ import annotations
-
 from offload.modes.none import Resident
 from tests.offload.helpers.models import Stack, stack_inputs, under
 

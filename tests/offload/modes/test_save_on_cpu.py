@@ -1,7 +1,5 @@
 """save_on_cpu computes the resident model's numbers, and counts the bytes that torch copies."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """shard_offload computes the resident model's numbers, for any shards, microbatches and inputs of blocks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading
@@ -48,12 +46,7 @@ def test_equals_resident_with_few_slots_and_resident_shards(slots: int, resident
 
 @pytest.mark.parametrize(
     ("precision", "checkpoint", "microbatches"),
-    [
-        (torch.float32, True, 5),
-        (torch.float32, False, 1),
-        (torch.bfloat16, True, 1),
-        (torch.bfloat16, False, 5),
-    ],
+    [(torch.float32, True, 5), (torch.float32, False, 1), (torch.bfloat16, True, 1), (torch.bfloat16, False, 5)],
 )
 def test_a_sequential_of_linear_layers(precision: torch.dtype, checkpoint: bool, microbatches: int):
     """The model of fairscale's own test, with random inputs, over several steps."""

@@ -1,7 +1,5 @@
 """tensor_swap, alone and over modes that stream weights, computes the resident model's numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """tensor_swap moves the right tensors and no others, in steps that end well and in steps that fail."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The knobs that all modes which stream weights have, and what becomes of them."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Fixtures for the tests of updates."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload.optimizer import kernels

@@ -1,7 +1,5 @@
 """HostAdamW equals torch's AdamW on the same gradients, in any order of updates and on any thread."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -14,15 +12,7 @@ from offload.optimizer.formats import join
 from offload.optimizer.param_groups import decay_groups
 from tests.offload.helpers.kernels import Blockwise, checked
 from tests.offload.helpers.models import under
-from tests.offload.helpers.optimizers import (
-    SETTINGS,
-    STEPS,
-    give_gradients,
-    near,
-    parameters,
-    same,
-    train,
-)
+from tests.offload.helpers.optimizers import SETTINGS, STEPS, give_gradients, near, parameters, same, train
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 

@@ -1,7 +1,5 @@
 """Claims: updates taken now and applied later, beside the parameter or elsewhere, alone or with others."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable

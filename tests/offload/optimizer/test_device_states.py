@@ -1,7 +1,5 @@
 """States that live on the device give the numbers of states that live on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

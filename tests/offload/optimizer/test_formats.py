@@ -1,7 +1,5 @@
 """The formats of states: names, bytes, and rounding: exact with a remainder, at random with noise, and in 8 bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """torch.amp.GradScaler, and writes that no version counter shows, with updates that begin before `step`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The choice of a kernel: made once, never a failure, and never a kernel that has not the bits of the host's."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable

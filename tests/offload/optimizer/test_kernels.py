@@ -1,7 +1,5 @@
 """The update by torch's kernel: the paper's formulas, in every format of the states; operands in pieces."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The C loop gives the numbers of torch's kernel, in every format, on any number of threads and for any range."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

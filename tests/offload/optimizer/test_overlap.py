@@ -1,7 +1,5 @@
 """Updates beside the step give the numbers of a resident model with the same optimizer, whenever they run."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

@@ -1,7 +1,5 @@
 """Parameter groups: those that are refused, and those that do not decay."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

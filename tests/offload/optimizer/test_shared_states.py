@@ -1,7 +1,5 @@
 """Processes that share parameters update their slices of them, and their states are whole for each."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -46,11 +44,7 @@ SLICES = ([[range(128), range(384, 512)], [range(7)]], [[range(128, 384), range(
 IN_BLOCKS = ([[range(256), range(512, 600)], [range(7)]], [[range(256, 512)], []])
 
 
-FORMATS = [
-    {"master": "compact"},
-    {"master": "stochastic", "state_dtype": "bf16"},
-    {"state_dtype": "int8"},
-]
+FORMATS = [{"master": "compact"}, {"master": "stochastic", "state_dtype": "bf16"}, {"state_dtype": "int8"}]
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -1,7 +1,5 @@
 """State dicts of HostAdamW: their layout, and their way into torch's AdamW and back."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The states of parameters: bytes, devices, and masters that follow their weights."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 

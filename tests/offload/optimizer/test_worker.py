@@ -1,7 +1,5 @@
 """The thread that updates units: at any pace, its errors, and its end, after which it refers to nothing."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

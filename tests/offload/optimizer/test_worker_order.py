@@ -1,7 +1,5 @@
 """The order in which the worker makes updates: first those of what the next forward needs first."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

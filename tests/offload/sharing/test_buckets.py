@@ -1,7 +1,5 @@
 """Gradients are cut into buckets."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Calls of the CUDA driver: errors in words, what an old driver lacks, and on a GPU what they do."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Sharers sum the gradients of what stays on the devices inside backward, where all of them have them."""
 
-from __future__ import annotations
-
 import copy
 import random
 import time
@@ -69,11 +67,7 @@ def losses_of(model: nn.Module, step: int, number: int, count: int, **options) -
 
 
 def steps_of(
-    sharers: ThreadSharers,
-    model: nn.Module,
-    options_of: Callable[[int, int], dict],
-    microbatches: int = 1,
-    **knobs,
+    sharers: ThreadSharers, model: nn.Module, options_of: Callable[[int, int], dict], microbatches: int = 1, **knobs
 ) -> list[tuple[dict[str, Tensor | None], set[str]]]:
     """Runs steps; returns for each the gradients, summed by the caller where needed, and the names of those that the
     mode has summed, of what stays on the device."""

@@ -1,7 +1,5 @@
 """Sharers that share the homes of a model compute what one process does that adds their microbatches."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

@@ -1,7 +1,5 @@
 """Slices that devices exchange: by copies as by collectives, whoever is late, and collectives where copies fail."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -1,7 +1,5 @@
 """Sharers reach each other's device memory on CPUs, and on GPUs with a driver of threads; who is lost stops nobody."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

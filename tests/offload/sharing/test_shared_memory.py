@@ -1,7 +1,5 @@
 """Memory that several processes map, and exchanges of numbers through it; a process that ends or hangs is named."""
 
-from __future__ import annotations
-
 import mmap
 import multiprocessing
 import os

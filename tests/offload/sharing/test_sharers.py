@@ -1,7 +1,5 @@
 """Processes that share nothing, a meeting of those that do, and waits that name a process which will not come."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slices of units: all bytes once, each slice aligned, and the elements of tensors in them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The buffers in which gradients are summed, the parts that each sharer sends home, and room that is not in use."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Sums begin when their gradients are there: not before, and not behind all that compute was given since."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Gradients of sharers are summed inside backward where all have them, and go home one by one where they have not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Fixtures for the tests of updates that may be undone."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.offload.helpers.updates import decides_in_time

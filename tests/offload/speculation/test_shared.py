@@ -1,7 +1,5 @@
 """Sharers update slices before the norm is known, and undo them, with the numbers of one device's deferred updates."""
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

@@ -1,7 +1,5 @@
 """Which steps have trials, and of which parameters; the tests beside this have the trials themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """An update with a log has the bits of the ordinary one, and undone it leaves those of before, whatever they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -122,10 +120,7 @@ def any_bits(count: int, seed: int, corners: float) -> torch.Tensor:
 @EVERY
 @pytest.mark.parametrize("weight", DTYPES)
 @given(
-    seed=st.integers(0, 2**32),
-    corners=st.floats(0, 1),
-    hyperparameters=HYPERPARAMETERS,
-    count=st.integers(1, 10_000),
+    seed=st.integers(0, 2**32), corners=st.floats(0, 1), hyperparameters=HYPERPARAMETERS, count=st.integers(1, 10_000)
 )
 @settings(max_examples=25, deadline=None)
 @pytest.mark.sampled

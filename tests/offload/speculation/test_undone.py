@@ -1,7 +1,5 @@
 """Failures, skips and looks between backward and the step find the state before the step."""
 
-from __future__ import annotations
-
 import functools
 import math
 import time

@@ -1,7 +1,5 @@
 """Updates that are made before the norm is known, and undone where it clips, leave the numbers of deferred updates."""
 
-from __future__ import annotations
-
 import functools
 import time
 

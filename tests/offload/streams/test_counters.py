@@ -1,7 +1,5 @@
 """Counters add up over the parts of a mode, and a difference is what happened in between."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from offload.streams.counters import LEVELS, Counters

@@ -1,7 +1,5 @@
 """Memory that a copy still uses is freed once its stream has been made to wait, and no sooner than it must."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

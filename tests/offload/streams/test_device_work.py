@@ -1,7 +1,5 @@
 """The watch over operations of a forward: host memory and device memory do not meet in one operation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The streams of a device are made once, shared, counted, and dropped by the last release; waits for several."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import nullcontext, suppress

@@ -1,7 +1,5 @@
 """The stream checker accepts accesses that events order, and names those that nothing orders."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

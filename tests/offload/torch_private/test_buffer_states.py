@@ -1,7 +1,5 @@
 """Buffers that forwards may change, and copies that modules hold in their place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

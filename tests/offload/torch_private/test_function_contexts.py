@@ -1,7 +1,5 @@
 """Contexts of autograd functions are noted while somebody watches, by thread, and torch is left as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

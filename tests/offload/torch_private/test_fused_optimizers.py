@@ -1,7 +1,5 @@
 """Updates of fused optimizers advance version counters inside the context, and only of what they update."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

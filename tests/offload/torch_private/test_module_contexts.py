@@ -1,7 +1,5 @@
 """Contexts around a module's calls: opened and closed as often as it is called, and gone when they are removed."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

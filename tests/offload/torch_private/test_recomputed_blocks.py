@@ -1,7 +1,5 @@
 """A recompute starts from attributes, random numbers and buffers of its forward, and leaves what it found."""
 
-from __future__ import annotations
-
 import random
 
 import numpy

@@ -1,7 +1,5 @@
 """Hooks on saved tensors work inside each other, and report writes in place as autograd does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -1,7 +1,5 @@
 """A selective checkpoint does not see the engine's work inside of it, and the engine sees what it keeps."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import partial

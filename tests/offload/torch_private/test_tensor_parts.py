@@ -1,7 +1,5 @@
 """Tensors are taken apart and put together again."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

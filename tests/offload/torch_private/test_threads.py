@@ -1,7 +1,5 @@
 """Each thread knows which microbatch it runs, and a second thread's forward is refused while one runs."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Every private name of torch that the engine uses is there and does what the engine needs it for."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A fixture for scenarios that run on the CPU, and once more on a GPU where there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

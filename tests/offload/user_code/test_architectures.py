@@ -4,8 +4,6 @@ Each meets one of the modes in every run; the other pairs are slow tests. On a G
 (tests/offload/gpu/test_architectures.py).
 """
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -3,8 +3,6 @@
 Each process has its own microbatch, of one sample with the models of diffusers. Most are slow tests.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

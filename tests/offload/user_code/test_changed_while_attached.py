@@ -1,7 +1,5 @@
 """Models that are pruned, parametrized, converted or otherwise rebuilt before and while a mode is attached."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Recomputes: selective checkpoints inside an attached model, and arguments that a block adds to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """torch.compile and TorchScript under a mode: windows run as they are, the rest as it was compiled."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -167,10 +165,7 @@ def test_a_scripted_module_streams_as_a_whole_or_not():
     assert LayerStream(outside="stream", exclude=["head.*"]).footprint(model).units == 4
 
 
-EXPORTS = {
-    "script": torch.jit.script,
-    "export": lambda model: torch.export.export(model, (stack_inputs(0, 0),)),
-}
+EXPORTS = {"script": torch.jit.script, "export": lambda model: torch.export.export(model, (stack_inputs(0, 0),))}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

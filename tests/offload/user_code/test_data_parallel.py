@@ -1,7 +1,5 @@
 """DistributedDataParallel around a model with a mode, or inside of one: gradients are summed as without."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of which a process has a part (DTensor), as FSDP2 and tensor parallelism make them, are refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A copy in that fails, or an interrupt while it begins: the step after it is as if nothing had been."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Hooks see the gradients of each microbatch, and each is added to the gradients that are there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

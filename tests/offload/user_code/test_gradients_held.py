@@ -1,7 +1,5 @@
 """Gradients that users keep, assign, ask autograd for, or hook."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Forwards in a row inside `attached.inference()`: the resident model's numbers, each unit copied once a forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A model that was built on the meta device is refused until all of it has values, and then computes as any other."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

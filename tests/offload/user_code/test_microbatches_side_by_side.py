@@ -1,7 +1,5 @@
 """Losses of several microbatches that set, change or use what the others see: as one after another, or refused."""
 
-from __future__ import annotations
-
 import contextvars
 import random
 from collections.abc import Callable
@@ -213,13 +211,7 @@ def test_each_microbatch_sees_its_own(make: Callable, case: str):
 
 APART = {
     function.__name__: function
-    for function in (
-        freezing,
-        freezing_what_streams,
-        replacing,
-        replacing_what_streams,
-        with_terms_by_hooks,
-    )
+    for function in (freezing, freezing_what_streams, replacing, replacing_what_streams, with_terms_by_hooks)
 }
 
 

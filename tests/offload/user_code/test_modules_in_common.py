@@ -1,7 +1,5 @@
 """Blocks that have modules in common: an activation, rotary places, a norm, the banks of some adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

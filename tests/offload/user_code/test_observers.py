@@ -1,7 +1,5 @@
 """Quantisation-aware training of torch.ao: observers whose buffers a kernel writes, also in eval(), and resizes."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """A forward does more with its parameters than compute with them: as under a resident model, in every mode."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

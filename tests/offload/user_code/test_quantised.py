@@ -1,7 +1,5 @@
 """Frozen weights that are quantised, of torchao, of bitsandbytes and of the user's own, under every mode."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Code that reads weights of modules which it does not call: parents, hooks, custom functions, lists of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Models and parts of them in files and in copies, while a mode is attached and afterwards."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A second mode for a model that has one, and an attach that fails: both leave everything as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Embeddings with sparse gradients: these reach the parameters as sparse as those of the resident model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Sparse and quantised tensors of torch as parameters and buffers of blocks: they stay on the device, as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

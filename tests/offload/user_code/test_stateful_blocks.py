@@ -1,7 +1,5 @@
 """Blocks whose forward changes buffers train as they do resident, also where backward computes them again."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

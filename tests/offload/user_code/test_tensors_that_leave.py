@@ -1,7 +1,5 @@
 """Parameters and buffers that leave the module that owns them, and buffers that forward changes in any way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The modules of torch's own database of them, each under every mode, equal to the resident module bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 from torch.testing._internal.common_modules import ModuleInfo
 

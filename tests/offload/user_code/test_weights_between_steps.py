@@ -1,7 +1,5 @@
 """Users change weights between steps: swapped data, replaced parameters, values given to one call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 

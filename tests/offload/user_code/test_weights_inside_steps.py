@@ -1,7 +1,5 @@
 """Users change weights and gradients inside a step: closures, perturbed weights, networks that take turns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

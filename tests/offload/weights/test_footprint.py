@@ -1,7 +1,5 @@
 """Footprints: bytes before anything is allocated."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

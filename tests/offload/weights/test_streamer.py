@@ -1,7 +1,5 @@
 """Steps, attaching and detaching: what may happen around and inside them, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import time
 

@@ -1,7 +1,5 @@
 """Runs of peers in the process of a test, beside the resident model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

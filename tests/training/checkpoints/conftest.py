@@ -1,7 +1,5 @@
 """Runs of a tiny model within this process, with checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

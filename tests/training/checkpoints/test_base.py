@@ -1,7 +1,5 @@
 """A checkpoint names the frozen base of an adapter."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Changes of the configuration with which a run may or may not resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

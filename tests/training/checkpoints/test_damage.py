@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, forged or of another model: refused in one line that names the file, in time."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -41,10 +39,7 @@ DAMAGE = {
     "bit of the position": (flip("state.json", 0.4), "state.json is not what was written"),
     "weights gone": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     "manifest gone": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "manifest of another format": (
-        rewrite("manifest.json", b'{"format": 9}'),
-        "format 9: this version reads only",
-    ),
+    "manifest of another format": (rewrite("manifest.json", b'{"format": 9}'), "format 9: this version reads only"),
     "manifest that is huge": (
         lambda f: os.truncate(f / "manifest.json", 2**30),
         "manifest.json: it has more .* too many",
@@ -154,14 +149,8 @@ def test_a_forged_checkpoint_does_nothing(
     [
         (lambda tensors, name: tensors.pop(name), r"lacks tensor {name}"),
         (lambda tensors, name: tensors.update(extra=torch.ones(1)), r"has tensor extra, which this run lacks"),
-        (
-            lambda tensors, name: tensors.update({name: tensors[name][:1]}),
-            r"{name} is F32 \[1, 16\], this run's",
-        ),
-        (
-            lambda tensors, name: tensors.update({name: tensors[name].double()}),
-            r"{name} is F64 .*this run's is F32",
-        ),
+        (lambda tensors, name: tensors.update({name: tensors[name][:1]}), r"{name} is F32 \[1, 16\], this run's"),
+        (lambda tensors, name: tensors.update({name: tensors[name].double()}), r"{name} is F64 .*this run's is F32"),
     ],
     ids=["missing", "unknown", "shape", "dtype"],
 )

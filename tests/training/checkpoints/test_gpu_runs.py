@@ -1,7 +1,5 @@
 """Whole runs on a GPU: the resident model's losses, resuming bit for bit, and too little memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

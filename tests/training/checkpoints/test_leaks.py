@@ -1,7 +1,5 @@
 """Memory over a whole run with many saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from training.runs.records import read_metrics

@@ -1,7 +1,5 @@
 """The start of a resumed run: from which checkpoint, in which directory, on which data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A resumed run equals the uninterrupted one bit for bit, in every mode and from any."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The state of a run besides its tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

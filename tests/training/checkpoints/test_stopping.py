@@ -1,7 +1,5 @@
 """Runs that are told to stop, two runs in one directory, and what a continued run is in wandb."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Run directories as train.py leaves them, without training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The figures: which are drawn, their points, bars and curves, and labels that can be read."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

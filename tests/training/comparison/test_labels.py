@@ -1,7 +1,5 @@
 """Labels of points cover no point, no line, no bar and no other label."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The page: complete by itself, without anything to fetch or run."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

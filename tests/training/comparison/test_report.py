@@ -1,7 +1,5 @@
 """Reports: what a comparison writes, of directories with strange content too: each is one row that says why."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

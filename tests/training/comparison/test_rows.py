@@ -1,7 +1,5 @@
 """Rows: averages over seeds, ratios to the resident run and the floor, losses, and the Pareto front."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading run directories: finished, failed, killed, running and damaged runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings: which runs repeat each other, what names tell them apart, and which run is the reference of which."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from itertools import product
 from pathlib import Path

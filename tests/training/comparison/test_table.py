@@ -1,7 +1,5 @@
 """The comparison as a table: its columns, and the table on the terminal, in CSV and in Markdown."""
 
-from __future__ import annotations
-
 import csv
 import io
 

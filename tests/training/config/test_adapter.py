@@ -1,7 +1,5 @@
 """A configuration tells without torch whether it trains an adapter."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The table of cards: each has a rate in the data sheets, and is an option of hardware with figures to replace."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

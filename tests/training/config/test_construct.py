@@ -1,7 +1,5 @@
 """Objects of options: what a class refuses is refused under the whole path of its key."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hydra import compose

@@ -1,7 +1,5 @@
 """The keys of datasets that contradict each other or are of no use."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training.helpers.in_process import composed

@@ -1,7 +1,5 @@
 """Keys that are declared by the arguments of a class."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, field, fields
 
 import pytest

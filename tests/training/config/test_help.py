@@ -1,7 +1,5 @@
 """The help page lists every mode and explains the keys of the chosen options."""
 
-from __future__ import annotations
-
 import pytest
 from hydra import compose
 

@@ -1,7 +1,5 @@
 """The groups of the folder conf/, and its offload modes: files, described by the comment that these begin with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests import ROOT

@@ -1,7 +1,5 @@
 """A model and a dataset outside of the repository train without a change in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

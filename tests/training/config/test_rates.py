@@ -1,7 +1,5 @@
 """Values follow what trains and how large it is, unless something else gives them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

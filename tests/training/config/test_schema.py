@@ -1,7 +1,5 @@
 """Every option composes under its schema, and unknown keys and wrong types are refused by name."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from dataclasses import fields
@@ -164,17 +162,12 @@ def test_check_names_key_value_and_range(overrides, message):
 
 
 # Arguments that the builder adds to the keys of a group, and keys that it takes away.
-ADDED = {
-    "dataset": {"seed", "batch_size"},
-    "optimizer": {"params"},
-    "schedule": {"optimizer", "steps"},
-}
+ADDED = {"dataset": {"seed", "batch_size"}, "optimizer": {"params"}, "schedule": {"optimizer", "steps"}}
 TAKEN = {"model": {"weights"}, "adapter": {"weights"}}
 
 
 @pytest.mark.parametrize(
-    ("group", "name"),
-    [(group, name) for group, options in schema.SCHEMAS.items() for name in options],
+    ("group", "name"), [(group, name) for group, options in schema.SCHEMAS.items() for name in options]
 )
 def test_the_keys_of_a_schema_are_arguments_of_its_target(group, name):
     option = schema.SCHEMAS[group][name]

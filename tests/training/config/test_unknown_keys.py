@@ -1,7 +1,5 @@
 """The message about an unknown key names the key that was probably meant, and those that exist."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 
 from omegaconf import OmegaConf

@@ -4,8 +4,6 @@ Every key gets values of every kind. Most run in this process, where each takes 
 train.py. Keys that do nothing have a warning.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests to the Hugging Face Hub, with a client that is not asked."""
 
-from __future__ import annotations
-
 import pytest
 
 from training.data.hub_client import TIMEOUT_S, HubName, ask_hub

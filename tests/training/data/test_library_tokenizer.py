@@ -1,7 +1,5 @@
 """Tokenizers of files and folders give the ids of the libraries that read them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

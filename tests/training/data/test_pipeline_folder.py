@@ -1,7 +1,5 @@
 """`model.source=OWNER/NAME` of a pipeline: diffusers downloads it from a stand-in for the Hub, by the real client."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokenizer that dataset.tokenizer names: bytes, a file, a folder or a model of the Hub."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cached reference: computed once, kept beside checkpoints, and refused where it is another's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

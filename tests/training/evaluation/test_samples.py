@@ -1,7 +1,5 @@
 """Samples between steps: the same in every mode and after resuming, and without a trace in training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Drawn pictures with captions, and runs that train a tiny pipeline on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from PIL import Image, ImageDraw

@@ -1,7 +1,5 @@
 """The commands that a page or a file of the configuration shows, to be run by tests."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs train.py in a process of its own that a test can hold up: what a busy machine would decide, the test does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs train.py within the process of a test: a tenth of the time of a new process, which imports everything again."""
 
-from __future__ import annotations
-
 import logging
 import runpy
 import signal

@@ -1,7 +1,5 @@
 """The modes of conf/offload as the configuration makes them, for tests that run every mode."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from hydra import compose

@@ -1,7 +1,5 @@
 """Small models of transformers in a folder, as people download them: weights, tokenizer, template, what ends a text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -58,10 +56,9 @@ def small_tokenizer(begins: bool = True, template: str | None = TEMPLATE) -> Pre
 
 def save_pretrained(folder: Path, kind: str = "qwen2", tokenizer: bool = True, **changes) -> PreTrainedModel:
     """Saves a small model with what a published one has beside its weights; `changes` are of its configuration."""
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[kind]
+    config_class, model_class = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
+        kind
+    ]
     torch.manual_seed(0)
     values = {**SIZES, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rms_norm_eps": 1e-5, **changes}
     model = model_class(config_class(**values)).eval()

@@ -1,7 +1,5 @@
 """Reads the results of a run: the parts that a bitwise equal run has too."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

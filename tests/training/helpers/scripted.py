@@ -1,7 +1,5 @@
 """A model that generates what a test tells it to."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -3,8 +3,6 @@
 `python -m tests.training.helpers.streamed_shapes` prints the table of docs/measurements.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A script like train.py without a model, and sweeps of it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Ends a test that hangs, such as one that waits for a pipe."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

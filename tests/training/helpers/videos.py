@@ -1,7 +1,5 @@
 """Writes short videos, whose frames are read exactly as they were."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import av

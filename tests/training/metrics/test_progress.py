@@ -13,12 +13,7 @@ import pytest
 from training.metric_names import METRIC_KEYS
 from training.metrics.progress import Progress, format_value, phase, print_brief, print_plan, print_summary
 
-RECORD = {
-    "train/loss": 5.25,
-    "perf/tokens_per_s": 12345.6,
-    "memory/vram_peak_gib": 3.21,
-    "memory/rss_gib": 1.5,
-}
+RECORD = {"train/loss": 5.25, "perf/tokens_per_s": 12345.6, "memory/vram_peak_gib": 3.21, "memory/rss_gib": 1.5}
 
 
 class Terminal(io.StringIO):

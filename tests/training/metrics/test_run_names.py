@@ -1,18 +1,9 @@
 """Names of runs in wandb: they say what differs, and the jobs of a sweep have those of its comparison."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training.helpers.in_process import composed
-from training.metrics.run_names import (
-    SWEEP_LABEL_VARIABLE,
-    chosen_options,
-    model_name,
-    run_label,
-    run_name,
-    run_tags,
-)
+from training.metrics.run_names import SWEEP_LABEL_VARIABLE, chosen_options, model_name, run_label, run_name, run_tags
 
 
 @pytest.fixture(autouse=True)

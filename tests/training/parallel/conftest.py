@@ -1,7 +1,5 @@
 """Runs on several devices within the process of a test, which is rank 0: only the other ranks are started."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Several processes on gloo compute what one computes with as many microbatches, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that end, hang or are not needed: how the run ends, what it saved, and that no process is left."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

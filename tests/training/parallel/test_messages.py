@@ -1,7 +1,5 @@
 """Messages carry the configuration with its types; waits that a signal interrupts; what a failed exchange means."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import weakref

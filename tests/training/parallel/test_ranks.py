@@ -1,7 +1,5 @@
 """A run on one device, the shares of a step, and who shares the homes of what streams."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums over processes that are forked from this one: it costs no imports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

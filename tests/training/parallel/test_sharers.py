@@ -1,7 +1,5 @@
 """Ranks that share the homes of what streams compute what one device does with as many microbatches."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

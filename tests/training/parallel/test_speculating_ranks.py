@@ -1,7 +1,5 @@
 """Ranks that share homes update before the norm is known, and save what one device does that waits for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

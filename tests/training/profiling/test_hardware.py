@@ -29,13 +29,7 @@ def pretend_gpus(monkeypatch, count):
 
 @pytest.mark.parametrize(
     ("name", "count", "expected"),
-    [
-        ("cpu", 2, "cpu"),
-        ("auto", 0, "cpu"),
-        ("auto", 2, "cuda:0"),
-        ("cuda", 1, "cuda:0"),
-        ("cuda:1", 2, "cuda:1"),
-    ],
+    [("cpu", 2, "cpu"), ("auto", 0, "cpu"), ("auto", 2, "cuda:0"), ("cuda", 1, "cuda:0"), ("cuda:1", 2, "cuda:1")],
 )
 def test_resolve_device(monkeypatch, name, count, expected):
     pretend_gpus(monkeypatch, count)

@@ -1,7 +1,5 @@
 """Building a job: everything is made once, and given back wherever building or training fails."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

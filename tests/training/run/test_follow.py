@@ -1,7 +1,5 @@
 """The ranks that follow: what goes wrong on one of them reaches the user, and torchrun may start them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

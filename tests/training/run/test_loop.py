@@ -1,7 +1,5 @@
 """One step of the loop: gradients by microbatch, their norm, clipping, and gradients that are not finite."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Meters of the steps between two records: speed, traffic, memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

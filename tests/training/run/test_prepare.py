@@ -1,7 +1,5 @@
 """A run is prepared, or refused, before it begins."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

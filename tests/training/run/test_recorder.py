@@ -1,7 +1,5 @@
 """The records and the summary of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The second, frozen model of task.reference=copy: where it lives, that it never moves, what a resumed run takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

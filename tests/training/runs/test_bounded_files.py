@@ -1,7 +1,5 @@
 """Files that another program may have written: one short reason, whatever they are."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The names of checkpoints, and what stands beside them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

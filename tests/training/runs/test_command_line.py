@@ -1,7 +1,5 @@
 """The command line as Hydra gets it, and what is refused before."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configurations that Hydra cannot compose: one line that names the allowed values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -31,10 +29,7 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("precision=fp16", "precision=fp16: choose from auto, bf16, fp32"),
         ("batch_size=null", "batch_size=null: must have a value"),
         ("tracking.tags=a", "tracking.tags=a: must be a list, such as [a]"),
-        (
-            "steps",
-            "steps: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, brackets, letters ",
-        ),
+        ("steps", "steps: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, brackets, letters "),
         (
             "hydra.run.dir=a=b",
             "hydra.run.dir=a=b: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, ",

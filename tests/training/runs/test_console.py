@@ -1,7 +1,5 @@
 """The console may fail: whatever is lost, in whichever way, the program behind it runs to its end."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The directory of a run: refused commands leave earlier results alone, and one run at a time writes there."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The names of files, written in one place; files that are written whole; paths in a home directory."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The directory, the options and the overrides with which a run was started."""
 
-from __future__ import annotations
-
 import ast
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,10 +23,7 @@ def test_it_has_the_options_and_the_overrides_as_they_were_given(tmp_path: Path)
 
 
 def test_the_running_job_is_read_from_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    hydra = {
-        "runtime": {"output_dir": str(tmp_path), "choices": {"model": "tiny"}},
-        "overrides": {"task": ["seed=3"]},
-    }
+    hydra = {"runtime": {"output_dir": str(tmp_path), "choices": {"model": "tiny"}}, "overrides": {"task": ["seed=3"]}}
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(hydra))
     assert Invocation.current() == Invocation(tmp_path, {"model": "tiny"}, ("seed=3",))
 

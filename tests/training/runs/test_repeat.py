@@ -1,7 +1,5 @@
 """`repeat=DIR`: the configuration of the run in DIR, but for what else is given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests to stop: the effect of signals on a run that can save itself, and of the end of a sweep on its jobs."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

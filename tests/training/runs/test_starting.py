@@ -1,7 +1,5 @@
 """Before the imports: libraries that are not installed, Ctrl-C, and the setting of torch's allocator."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -53,13 +51,7 @@ def test_native_windows_is_one_line(program: str):
     assert ended.stderr == "error: native Windows is not supported: run it on Linux, or in WSL (wsl --install)\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "library"),
-    [
-        ("train.py", "hydra"),
-        ("scripts/generate.py RUN PROMPT", "torch"),
-    ],
-)
+@pytest.mark.parametrize(("command", "library"), [("train.py", "hydra"), ("scripts/generate.py RUN PROMPT", "torch")])
 def test_a_program_ends_where_an_import_swallows_ctrl_c(tmp_path: Path, command: str, library: str):
     (tmp_path / f"{library}.py").write_text(SWALLOWS + "raise SystemExit('the import ran on')")
     ended = run(*command.split(), PYTHONPATH=str(tmp_path))

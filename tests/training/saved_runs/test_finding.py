@@ -1,7 +1,5 @@
 """The run and the checkpoint that a path names, and the model that a checkpoint has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The components of a run: made once, and left by a dry run as they were."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -107,8 +105,7 @@ def test_the_optimizer_says_whether_its_updates_overlap(name: str, found: type, 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "early"),
-    [((), False), (("clip_norm=null",), True), (("clip_norm=null", "on_nonfinite=skip"), False)],
+    ("overrides", "early"), [((), False), (("clip_norm=null",), True), (("clip_norm=null", "on_nonfinite=skip"), False)]
 )
 def test_updates_begin_early_where_nothing_must_be_known_of_all_gradients(overrides: tuple[str, ...], early: bool):
     assert components_under("none", *overrides).updates_begin_early is early

@@ -1,7 +1,5 @@
 """A configuration without what the mode of the run lacks, and the notes that say so."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

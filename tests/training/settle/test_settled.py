@@ -1,7 +1,5 @@
 """Each value that nobody gave has a line in the plan that says why."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training.helpers.in_process import components_of

@@ -1,7 +1,5 @@
 """Sweeps through submitit: on this machine, and through programs that stand in for SLURM's."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

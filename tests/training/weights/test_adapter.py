@@ -1,7 +1,5 @@
 """Runs that train an adapter: the same in every mode, with small checkpoints, from which they resume bit for bit."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

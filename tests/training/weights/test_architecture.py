@@ -1,7 +1,5 @@
 """A config.json beside the weights that describes another model is refused, and the advice makes it the same model."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

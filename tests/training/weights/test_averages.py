@@ -1,7 +1,5 @@
 """Averages of weights: those of diffusers' EMAModel, alike in every mode and after resuming, wherever they are used."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The weights of `model.weights`: local ones, and those of the Hugging Face Hub, with a client that is not asked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Models that were built on the meta device get their values: ours and those of libraries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

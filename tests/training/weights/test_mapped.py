@@ -1,7 +1,5 @@
 """Runs whose frozen weights stay in their files: the losses of memory, plans, resumed runs, and refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights bring the tokenizer that they were trained on; other ids than theirs are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Runs with quantised weights: every mode to the same losses, resumed exactly, loaded once, refused in one line."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -1,7 +1,5 @@
 """`model.source=OWNER/NAME`: configuration and weights come from a stand-in for the Hub, by the real client."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The step before shows which gradients are final."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload.weights.gradients.final import FinalGradients

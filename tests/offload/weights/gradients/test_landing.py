@@ -1,7 +1,5 @@
 """Gradients go to different places as they land."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

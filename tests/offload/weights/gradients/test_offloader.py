@@ -1,7 +1,5 @@
 """Gradients that land: copied, added to earlier ones and measured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Gradients that go to their updates alone give the numbers of gradients that are kept, and take no homes."""
 
-from __future__ import annotations
-
 import gc
 from functools import cache, partial
 

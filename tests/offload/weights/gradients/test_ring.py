@@ -1,7 +1,5 @@
 """The ring in which gradients wait: blocks that are lent never overlap, and come back when they have been read."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

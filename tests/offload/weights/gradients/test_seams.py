@@ -1,7 +1,5 @@
 """Streaming calls `Updates` in a fixed order; the core's own destination takes nothing."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

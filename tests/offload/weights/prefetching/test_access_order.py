@@ -1,7 +1,5 @@
 """The orders in which a step, and forwards in a row, use units."""
 
-from __future__ import annotations
-
 import math
 import random
 

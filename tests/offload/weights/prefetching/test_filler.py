@@ -1,7 +1,5 @@
 """The core's own filler: a block of host memory for each unit, one copy into a slot."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

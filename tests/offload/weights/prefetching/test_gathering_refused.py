@@ -1,7 +1,5 @@
 """Sharers have buffers of their own; what they cannot share is refused in a line that names it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Units come in as soon as their slot is free and their weights are final, and make way in a fixed order."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The unit in each slot: its bytes, who has waited for its copy, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

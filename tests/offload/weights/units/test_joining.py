@@ -1,7 +1,5 @@
 """Small units join a neighbour, which changes how they travel and no number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Tensors lie in a flat buffer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -13,8 +11,7 @@ from tests.offload.helpers.quantised import Nested
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [torch.randn(3, 5), torch.randn(3, 5).t(), torch.randn(6, 5)[::2], torch.randn(0, 4), torch.randn(())],
+    "tensor", [torch.randn(3, 5), torch.randn(3, 5).t(), torch.randn(6, 5)[::2], torch.randn(0, 4), torch.randn(())]
 )
 def test_a_plain_tensor_is_one_piece_with_its_strides_if_it_is_dense(tensor: torch.Tensor):
     layout = Layout(tensor)

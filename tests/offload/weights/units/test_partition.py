@@ -1,7 +1,5 @@
 """Models cut into units and windows, and the units that stay on the device."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 
@@ -13,10 +11,7 @@ def test_a_unit_has_the_parameters_below_its_cut_point():
     model = Stack()
     parts = cut(model, [CutPoint("blocks.0", model.blocks[0]), CutPoint("head", model.head)])
     assert [unit.name for unit in parts.units] == ["blocks.0", "head"]
-    assert [tensor.name for tensor in parts.units[0].tensors][:2] == [
-        "blocks.0.norm.weight",
-        "blocks.0.norm.bias",
-    ]
+    assert [tensor.name for tensor in parts.units[0].tensors][:2] == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
     assert parts.unit_bytes + parts.resident_bytes >= sum(p.nbytes for p in model.parameters())
     windows = [window.module for window in parts.windows]
     assert windows[0] is model.blocks[0]
@@ -40,10 +35,7 @@ def test_weights_shared_between_cut_points_have_one_home_and_two_windows():
     second.weight = first.weight
     model = nn.Sequential(first, second)
     parts = cut(model, [CutPoint("0", first), CutPoint("1", second)])
-    assert [[tensor.name for tensor in unit.tensors] for unit in parts.units] == [
-        ["0.weight", "0.bias"],
-        ["1.bias"],
-    ]
+    assert [[tensor.name for tensor in unit.tensors] for unit in parts.units] == [["0.weight", "0.bias"], ["1.bias"]]
     assert [len(window.units) for window in parts.windows] == [1, 2]
 
 

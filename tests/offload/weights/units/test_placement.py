@@ -1,7 +1,5 @@
 """Parameters and buffers that get other memory, and the device where they stay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Memory that was made for meta tensors is known by its bytes until somebody fills it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """Units at home: host memory, their tensors, the memory of gradients, and what is checked there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

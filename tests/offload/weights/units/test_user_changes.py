@@ -1,7 +1,5 @@
 """Between steps users replace tensors and give them other data: taken over, or refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The nodes of stand-ins: a gradient goes to the sink, with the node that accumulates into the parameter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Reads of tensors by attribute are noticed; iteration, copies and files see plain dictionaries."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

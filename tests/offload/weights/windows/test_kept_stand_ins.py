@@ -1,7 +1,5 @@
 """Stand-ins of quantised weights are made once a slot, and anew where they or the weights have got something else."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """In the turns of a microbatch, modules hold its own share of each parameter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Weights that autograd or a function keeps: by name, and brought back when backward asks for them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A scope refuses changes to its copies; tensors of slots that a forward returns become copies."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 

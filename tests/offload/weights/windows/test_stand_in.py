@@ -1,7 +1,5 @@
 """A stand-in has the class of its parameter, counts its changes, and refuses what only a leaf can do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

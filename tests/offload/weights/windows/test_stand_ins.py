@@ -1,7 +1,5 @@
 """Stand-ins: what modules hold inside a window, and the gradients and buffers that come out of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Windows open and close in time. tests/offload/user_code/test_readers.py has what their readers compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Pictures and captions in columns: of local datasets, and of the Hub; what is refused in one line."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Frames of videos: which are taken, at which rate, and what is refused in one line."""
 
-from __future__ import annotations
-
 import builtins
 from pathlib import Path
 from typing import Any

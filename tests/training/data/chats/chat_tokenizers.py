@@ -1,7 +1,5 @@
 """A small tokenizer of transformers with the special tokens of chats, in memory or as a model's folder."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace

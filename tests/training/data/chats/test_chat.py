@@ -1,7 +1,5 @@
 """The dataset of chats: what it reads, drops and holds out, and what it tells of that."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

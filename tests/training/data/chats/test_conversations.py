@@ -1,7 +1,5 @@
 """Conversations of rows in every layout, and the errors for rows that are none."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

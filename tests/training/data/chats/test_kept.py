@@ -1,7 +1,5 @@
 """Samples are kept, counted as left out, or held out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

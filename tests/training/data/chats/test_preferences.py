@@ -1,7 +1,5 @@
 """The dataset of preferences: its pairs in each layout, their tokens, as TRL has them, its batches and its facts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

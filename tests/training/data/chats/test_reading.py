@@ -1,7 +1,5 @@
 """Rows of chats from every format, with values as they are written, and the errors for what cannot be read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tokens of conversations and what is trained on of them: as TRL has it, and where that cannot be found, refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of samples: each sample once an epoch, alone and padded or packed, as a pure function of seed and index."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which template renders chats, and the errors where there is none or it refuses messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training.data.chats.chat_tokenizers import MARKED, QWEN2, chat_tokenizer
