@@ -86,8 +86,7 @@ def imports(tree: ast.AST) -> set[str]:
 
 def imported_modules(path: Path) -> set[Path]:
     """Returns the source files of this repository that `path` imports, also inside functions."""
-    named = (ROOT / Path(*name.split(".")).with_suffix(".py") for name in imports(tree_of(path)))
-    return {file for file in named if file in SOURCES}
+    return {ROOT / Path(*name.split(".")).with_suffix(".py") for name in imports(tree_of(path))}.intersection(SOURCES)
 
 
 def folder_in_engine(path: Path) -> str:

@@ -1,20 +1,16 @@
 """A model and a dataset outside of the repository train without a change in it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import ROOT
-from tests.training.helpers.in_process import TINY_RUN
-from training.config import own_options
+from tests.training.helpers.in_process import TINY_RUN, command_here
 from training.config.own_options import register_own
 from training.config.schema import SCHEMAS
 from training.errors import UserError
 
+KNOWN = dict(SCHEMAS)
 MODULE = """
 import torch
 from torch import nn
@@ -61,33 +57,32 @@ def write(folder: Path, group: str, name: str, target: str, more: str = "") -> P
     return file
 
 
-def test_it_trains_alike_under_each_mode(tmp_path: Path):
-    write(tmp_path, "dataset", "noise", "mine.Noise", "size: 16\n")
-    write(tmp_path, "model", "net", "mine.Net", "depth: 3\n")
-    run = [each for each in TINY_RUN if not each.startswith(("model.", "dataset=", "seq_len"))]
-    losses = []
-    for mode in ("none", "layer_stream"):
-        command = [
-            sys.executable,
-            "train.py",
-            "--config-dir",
-            str(tmp_path / "conf"),
-            *run,
-            "dataset=noise",
-            "model=net",
-        ]
-        command += ["task=flow_matching", f"offload={mode}", "steps=2", f"hydra.run.dir={tmp_path / mode}"]
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        losses.append(json.loads((tmp_path / mode / "summary.json").read_text())["train/final_loss"])
-    assert losses[0] == losses[1]
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the repository's own options."""
+    for group, options in KNOWN.items():
+        monkeypatch.setitem(SCHEMAS, group, dict(options))
 
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(own_options, "SCHEMAS", {group: dict(options) for group, options in SCHEMAS.items()})
+    forget(monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("registered")
+def test_it_trains_alike_under_each_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path, "dataset", "noise", "mine.Noise", "size: 16\n")
+    write(tmp_path, "model", "net", "mine.Net", "depth: 3\n")
+    run = [each for each in TINY_RUN if not each.startswith(("model.", "dataset=", "seq_len"))]
+    run += ["dataset=noise", "model=net", "task=flow_matching", "steps=2"]
+    losses = []
+    for mode in ("none", "layer_stream"):
+        forget(monkeypatch)
+        keys = (f"offload={mode}", f"hydra.run.dir={tmp_path / mode}")
+        done = command_here("--config-dir", str(tmp_path / "conf"), *run, *keys)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(json.loads((tmp_path / mode / "summary.json").read_text())["train/final_loss"])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.usefixtures("registered")
@@ -122,6 +117,6 @@ def test_a_file_without_a_class_is_refused(tmp_path: Path):
 
 @pytest.mark.usefixtures("registered")
 def test_a_command_line_without_a_folder_registers_nothing():
-    before = {group: set(options) for group, options in own_options.SCHEMAS.items()}
+    before = {group: set(options) for group, options in SCHEMAS.items()}
     register_own(["offload=none", "-m"])
-    assert {group: set(options) for group, options in own_options.SCHEMAS.items()} == before
+    assert {group: set(options) for group, options in SCHEMAS.items()} == before

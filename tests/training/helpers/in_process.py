@@ -1,5 +1,6 @@
 """Runs train.py within the process of a test: a tenth of the time of a new process, which imports everything again."""
 
+import gc
 import logging
 import runpy
 import signal
@@ -160,6 +161,9 @@ def command_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     with pytest.MonkeyPatch.context() as patch, signals_as_before(), hydra_as_before():
         patch.setattr(sys, "argv", ["train.py", *arguments])
         patch.chdir(ROOT)
+        # Its garbage is collected as that of the other tests.
+        for name in ("disable", "freeze"):
+            patch.setattr(gc, name, lambda: None)
         with redirect_stdout(output), redirect_stderr(errors):
             try:
                 runpy.run_path("train.py", run_name="__main__")
