@@ -79,7 +79,9 @@ def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 def _key(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple | None:
     """Returns what decides the shapes of results; None where that is more than is known here."""
     parts: list[Any] = [function]
-    return tuple(parts) if isinstance(function, OpOverload) and _describe((args, *kwargs.items()), parts) else None
+    if isinstance(function, OpOverload) and _describe(args, parts) and (not kwargs or _describe(kwargs.items(), parts)):
+        return tuple(parts)
+    return None
 
 
 def _describe(values: Iterable[Any], parts: list[Any]) -> bool:

@@ -78,8 +78,10 @@ class CheckedStream:
         self.follow(event.clock)
 
     def follow(self, clock: Clock) -> None:
+        own = self.clock
         for name, tick in clock.items():
-            self.clock[name] = max(self.clock.get(name, 0), tick)
+            if tick > own.get(name, 0):
+                own[name] = tick
 
     def advance(self) -> int:
         self.clock[self.name] += 1
