@@ -31,7 +31,7 @@ from training.seeds import seed_of
 from training.settle.components import acquired, attached
 from training.weights.filling import fill_buffers
 
-NAMES = ("flux", "sd3", "sdxl", "qwen_image", "wan")
+NAMES = ("flux", "sd3", "sdxl", "qwen_image", "wan", "z_image")
 TRAINED = ("offload=layer_stream", "optimizer.lr=0.05", "schedule.warmup=0", "checkpoint.every=2")
 # The transformer of Wan has norms and times in float32 beside bf16.
 MIXED = ("precision=bf16", "optimizer=host_adamw")

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from models.pipelines.recording import (
     BASE,
-    TIME,
     Asked,
     NotTrainableError,
     Record,
@@ -28,6 +27,8 @@ from models.pipelines.recording import (
 PROBE = "a photograph of a red cube, two green spheres and 7 yellow cones on a table; soft light, high contrast."
 # Before the names of conditions in a batch: a task passes these on as they are.
 ASKED = "asked."
+# After the name of a condition that is a list: the condition with the lengths of its entries, where they differ.
+LENGTHS = ".lengths"
 # Of text encoders in bfloat16 for two captions at once, and one after the other.
 ROUNDING = 0.05
 # The network's time is one of these multiples of the scheduler's number, plus that: (divided by, sign, plus).
@@ -64,6 +65,7 @@ class NetworkCall:
     Attributes:
         noise: the shape of the latents of one example, in which the pipeline draws its noise.
         arguments: by name; dictionaries, lists and tuples of `Leaf` and `Repeated`.
+        lists, time: as of a `Record`.
         latents, places, shape: the argument that has the latents; the place of each of its elements among the latents,
             int64; and the shape of an example there.
         answer, sign: the place in the network's output of each element of the latents, int64; -1 where the network
@@ -75,6 +77,8 @@ class NetworkCall:
 
     noise: tuple[int, ...]
     arguments: dict[str, Any]
+    lists: tuple[str, ...]
+    time: str
     latents: str
     places: Tensor
     shape: tuple[int, ...]
@@ -108,7 +112,9 @@ class NetworkCall:
         twice = recorder.record(Asked(probes[:1] * 2, size, size))
         both = recorder.record(Asked(probes, size, size))
         compared = (first, other, twice, both)
-        names = [name for name in first.arguments | both.arguments if name not in (latents, TIME)]
+        if any(record.lists != first.lists for record in compared):
+            raise NotTrainableError(f"{recorder.name} gives its network lists of another kind than captions")
+        names = [name for name in first.arguments | both.arguments if name not in (latents, first.time)]
         time = first.times[0]
         made = cls(
             noise=first.noise[1:],
@@ -116,6 +122,8 @@ class NetworkCall:
                 name: _leaves(recorder.name, name, *(record.arguments.get(name) for record in compared))
                 for name in names
             },
+            lists=first.lists,
+            time=first.time,
             latents=latents,
             places=given[0],
             shape=tuple(first.arguments[latents].shape[1:]),
@@ -147,9 +155,9 @@ class NetworkCall:
         return found
 
     def merged(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the conditions of a batch. Shorter captions are filled up with zeros, which the mask leaves out.
+        """Returns the conditions of a batch. Shorter captions are filled up with zeros, which mask or list leave out.
 
-        Raises ValueError where captions differ in length, and the network takes no mask.
+        Raises ValueError where captions differ in length, and the network takes neither.
         """
         batch, padded = {}, None
         leaves = dict(self._condition_leaves())
@@ -167,10 +175,11 @@ class NetworkCall:
         if padded is None:
             return batch
         masks = [name for name, leaf in leaves.items() if "mask" in name]
-        if not masks:
+        listed = [name for name in self.lists if name in batch]
+        batch |= {name + LENGTHS: torch.tensor([len(each[name][0]) for each in examples]) for name in listed}
+        if not masks and not listed:
             raise ValueError(
-                "captions of different lengths are in a batch, and the network takes no mask for them: take"
-                " batch_size equal to microbatches"
+                "captions of different lengths are in a batch, and the network takes no mask: take batch_size=1"
             )
         for name in masks:
             if leaves[name].is_mask:
@@ -206,10 +215,16 @@ class NetworkCall:
         number = number if self.time_dtype.is_floating_point else number.round()
         time = plus + sign * (number.to(self.time_dtype) / divided_by) if (divided_by, plus) != (1, 0) else number
         time = time.to(self.time_dtype).view(rows, *[1] * len(self.time_shape)).expand(rows, *self.time_shape)
-        return arguments | {TIME: time}
+        for name in self.lists:
+            lengths, rows = batch.get(name + LENGTHS), list(arguments[name])
+            if lengths is not None and not lengths.is_meta:
+                rows = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+            arguments[name] = rows
+        return arguments | {self.time: time}
 
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+    def prediction(self, output: Tensor | list[Tensor], noisy: Tensor) -> Tensor:
         """Returns what the network predicts, in the shape of `noisy`, of its output."""
+        output = torch.stack(output) if isinstance(output, list) else output
         found = output.reshape(len(noisy), -1)[:, self.answer].view(noisy.shape)
         return -found if self.sign < 0 else found
 
@@ -237,6 +252,8 @@ class NetworkCall:
             # Batches of captions of one length remain.
             return
         for name, value in merged.items():
+            if name.endswith(LENGTHS):
+                continue
             found = _part_of(both.arguments, name)
             if found is None or found.shape != value.shape or not _alike(found, value):
                 raise NotTrainableError(f"{pipeline} joins captions in an unknown way: {name}")

@@ -25,7 +25,7 @@ from models.quantise_cache import source_digest
 OTHERS = ("transformer", "unet", "scheduler", "feature_extractor", "safety_checker")
 INDEX = "model_index.json"
 # Of the files; those of another one are not read.
-VERSION = 3
+VERSION = 4
 # The calls of plans that are being made, by the path of the folder and the shape of latents.
 _planned: dict[Path, dict[tuple[int, ...], NetworkCall]] = {}
 
@@ -125,7 +125,7 @@ def digest_of(pipeline: Path) -> str:
         for file in sorted(folder.iterdir()):
             if file.suffix == ".safetensors":
                 weights.append(file)
-            elif file.is_file() and file.suffix in (".json", ".txt", ".model"):
+            elif file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja"):
                 digest.update(file.name.encode() + file.read_bytes())
     if weights:
         digest.update(source_digest(weights).encode())

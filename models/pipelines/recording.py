@@ -21,11 +21,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map
 
 # Digits are told apart in bfloat16, also after a scheduler has multiplied them.
 BASE = 64
-# The argument of a network that has the time.
-TIME = "timestep"
+# The names of a network's argument that has the time.
+TIMES = ("timestep", "t")
 # Prompts whose embeddings are kept, on the device: those of one record and of the next size.
 REMEMBERED = 8
 CPU = torch.device("cpu")
@@ -53,13 +55,16 @@ class Record:
     """The calls of one run of a pipeline, with all tensors on the CPU.
 
     Attributes:
-        arguments: those of the network's first call, by name.
+        arguments: those of the network's first call, by name; lists of a tensor for each example as one tensor.
+        lists, time: the names of these, and of the argument that has the time.
         steps, times: the scheduler's numbers of both steps, and what the network got for them.
         noise: the shape in which the pipeline drew its noise.
         sample, predicted: the latents and the network's answer as the scheduler got them, in the first step.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
+    time: str = ""
     steps: list[float] = field(default_factory=list)
     times: list[Tensor] = field(default_factory=list)
     noise: tuple[int, ...] | None = None
@@ -93,6 +98,8 @@ class Recorder:
         self._module = sys.modules[kind.__module__]
         self._parameters = inspect.signature(kind.__call__).parameters
         self._forward = inspect.signature(type(network).forward)
+        # Also of models that were taught a guidance: 1 is that of the data.
+        self._guidance = 1.0
         # By prompts and guidance.
         self._encoded: dict[tuple[tuple[str, ...], float | None], list[Any]] = {}
         if not hasattr(self._module, "randn_tensor") or not hasattr(kind, "encode_prompt"):
@@ -113,9 +120,14 @@ class Recorder:
             (self._module, "randn_tensor", functools.partial(self._draw, record, digit)),
             (self._network, "forward", functools.partial(self._call, record, digit)),
             (self._pipeline.scheduler, "step", functools.partial(self._step, record)),
+            guidance=self._guidance,
         )
         if record.noise is None or record.predicted is None or len(record.times) < 2:
             raise NotTrainableError(f"{self.name} does not draw noise, call its network and step, one after the other")
+        if self._guidance and len(next(iter(record.arguments.values()))) == 2 * len(asked.prompts):
+            # Z-Image calls its network without a caption too, unless its guidance is 0.
+            self._guidance = 0.0
+            return self.record(asked, digit)
         return record
 
     def record_digits(self, asked: Asked) -> list[Record]:
@@ -141,7 +153,7 @@ class Recorder:
             raise _EnoughError
 
         def zeros(*arguments: Any, **keywords: Any) -> tuple[Tensor]:
-            return (torch.zeros_like([*arguments, *keywords.values()][0]),)
+            return (tree_map(torch.zeros_like, [*arguments, *keywords.values()][0]),)
 
         def step(predicted: Tensor, number: Any, sample: Tensor, *_: Any, **__: Any) -> _Stepped:
             return _Stepped((latents(sample),))
@@ -177,7 +189,6 @@ class Recorder:
             "width": width,
             "num_frames": frames[0] if frames else 1,
             "num_inference_steps": steps,
-            # Of models that were taught a guidance, too: 1 is that of the data.
             "guidance_scale": guidance,
             # Else PixArt would take another size than the picture's.
             "use_resolution_binning": False,
@@ -217,10 +228,13 @@ class Recorder:
         bound.pop("self")
         for name in [name for name, kind in self._forward.parameters.items() if kind.kind is kind.VAR_KEYWORD]:
             bound.update(bound.pop(name, {}))
-        first = next(iter(bound))
-        if not isinstance(bound[first], Tensor) or not isinstance(bound.get(TIME), Tensor):
+        first, record.time = next(iter(bound)), next((name for name in TIMES if name in bound), "")
+        record.lists = tuple(name for name, value in bound.items() if _has_each(value, len(bound[first])))
+        # Shorter captions are filled up with zeros.
+        bound |= {name: pad_sequence(bound[name], batch_first=True) for name in record.lists}
+        if not isinstance(bound[first], Tensor) or not isinstance(bound.get(record.time), Tensor):
             raise NotTrainableError(f"{self.name} calls its network with something else than a tensor and its timestep")
-        record.times.append(bound[TIME].cpu())
+        record.times.append(bound[record.time].cpu())
         if len(record.times) == 2:
             raise _EnoughError
         record.arguments = moved(bound, CPU)
@@ -230,12 +244,17 @@ class Recorder:
             # A variance is predicted, too.
             shape[1] *= 2
         # A call of the network has the latents of a batch, whose first example the digits are of.
-        return (digits_of(shape, digit).to(bound[first]),)
+        answer = digits_of(shape, digit).to(bound[first])
+        return (list(answer) if first in record.lists else answer,)
 
     def _step(self, record: Record, predicted: Tensor, step: Any, sample: Tensor, *_: Any, **__: Any) -> _Stepped:
         record.predicted, record.sample = predicted.cpu(), sample.cpu()
         record.steps = [float(number) for number in self._pipeline.scheduler.timesteps[:2]]
         return _Stepped((sample,))
+
+
+def _has_each(value: Any, examples: int) -> bool:
+    return isinstance(value, list) and len(value) == examples and all(isinstance(each, Tensor) for each in value)
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -306,8 +306,40 @@ def chroma() -> DiffusionPipeline:
     )
 
 
+def z_image() -> DiffusionPipeline:
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=16,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=16,
+        axes_dims=[4, 2, 2],
+        axes_lens=[640, 64, 64],
+    )
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = "user {{ messages[0]['content'] }}"
+    config = transformers.Qwen3Config(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.36),
+        text_encoder=transformers.Qwen3Model(config).eval(),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
 PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
-    made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx, stable_diffusion, chroma)
+    made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx, stable_diffusion, chroma, z_image)
 }
 
 

@@ -75,3 +75,7 @@ def test_the_digest_is_of_encoders_alone(sd3_folder: Path, tmp_path: Path):
         assert digest_of(sd3_folder) != before
         file.write_text(content)
     assert digest_of(sd3_folder) == before
+    template = sd3_folder / "tokenizer" / "chat_template.jinja"
+    template.write_text("user {{ messages[0]['content'] }}")
+    assert digest_of(sd3_folder) != before
+    template.unlink()
