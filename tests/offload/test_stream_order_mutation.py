@@ -218,7 +218,7 @@ def _paced(at_once: bool) -> Iterator[None]:
 
     def paced_apply(self, claims, scale=1.0):
         if threading.current_thread().name == "host optimizer":
-            gate.wait()
+            gate.wait(300)
         apply(self, claims, scale)
 
     gate.set()

@@ -360,7 +360,7 @@ def test_backward_and_its_end_may_come_from_other_threads(swap: Swap):
 
         thread = threading.Thread(target=backward)
         thread.start()
-        thread.join()
+        thread.join(300)
 
     model, plain = network(), network()
     run(swap, model)

@@ -109,7 +109,7 @@ def test_memory_that_goes_while_copies_use_it_waits_for_them(runtime: RecordedRu
     if beside:
         thread = threading.Thread(target=tensors.clear)
         thread.start()
-        thread.join()
+        thread.join(300)
     else:
         tensors.clear()
     assert idle == [True]

@@ -131,7 +131,7 @@ def as_sharers(count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1)
         results = [pool.submit(guarded, number) for number in range(count * hosts)]
     if errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-    return [result.result() for result in results]
+    return [result.result(300) for result in results]
 
 
 def use_collectives(monkeypatch: pytest.MonkeyPatch) -> None:

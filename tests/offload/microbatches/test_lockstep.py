@@ -162,7 +162,7 @@ def test_functions_compute_on_the_callers_number_of_cores(streams):
         assert Lockstep([torch.get_num_threads] * 2, streams, fresh).run() == [cores] * 2
     finally:
         others.wait()
-        other.join()
+        other.join(300)
         fresh.close()
 
 

@@ -35,7 +35,7 @@ def test_a_claim_is_applied_later_as_it_was_taken():
     assert same(later, before)
     thread = threading.Thread(target=optimizer.apply, args=(claims,))
     thread.start()
-    thread.join()
+    thread.join(300)
     assert same(now, later)
 
 

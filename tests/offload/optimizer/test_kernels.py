@@ -140,17 +140,17 @@ def test_threads_of_another_thread_are_left_alone():
     def other() -> None:
         torch.ones(100_000).sum()
         used.set()
-        inside.wait()
+        inside.wait(300)
         seen.append(torch.get_num_threads())
         done.set()
 
     thread = threading.Thread(target=other)
     thread.start()
-    used.wait()
+    used.wait(300)
     with kernels.torch_threads(before + 1):
         inside.set()
-        done.wait()
-    thread.join()
+        done.wait(300)
+    thread.join(300)
     assert seen == [before]
 
 

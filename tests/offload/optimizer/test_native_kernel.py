@@ -147,7 +147,7 @@ def test_python_goes_on_while_the_native_kernel_computes(monkeypatch: pytest.Mon
             if state[0] == "inside":
                 seen.set()
             time.sleep(1e-4)
-        thread.join()
+        thread.join(300)
     finally:
         sys.setswitchinterval(interval)
     assert seen.is_set()

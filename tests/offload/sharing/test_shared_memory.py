@@ -8,6 +8,7 @@ import signal
 import stat
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -146,7 +147,12 @@ class Meeting:
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
     ) -> list[list[int]]:
         self._pipe.send(list(numbers))
-        return self._pipe.recv()
+        return received(self._pipe)
+
+
+def received(pipe: Connection) -> Any:
+    assert pipe.poll(300), "nothing came"
+    return pipe.recv()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -161,7 +167,7 @@ def test_a_process_that_is_killed_at_any_moment_is_named_and_its_memory_is_gone(
     for process in processes:
         process.start()
     try:
-        while (words := [pipe.recv() for pipe in pipes]) != ["ready"] * COUNT:
+        while (words := [received(pipe) for pipe in pipes]) != ["ready"] * COUNT:
             for pipe in pipes:
                 pipe.send(words)
         files = homes_in_use(process.pid for process in processes) - before
@@ -170,13 +176,12 @@ def test_a_process_that_is_killed_at_any_moment_is_named_and_its_memory_is_gone(
         time.sleep(generator.uniform(0, 0.05))
         os.kill(processes[lost].pid, signal.SIGKILL)
         left = {*range(COUNT)} - {lost}
-        assert all(reports[rank][0].poll(300) for rank in left)
-        found = {rank: reports[rank][0].recv() for rank in left}
+        found = {rank: received(reports[rank][0]) for rank in left}
         assert not any(hangs for _, hangs in found.values())
         # One that waits for both may see the end of the other first, which ends because of the one that was killed.
         assert lost in {named for named, _ in found.values()}
     finally:
         for process in processes:
             process.kill()
-            process.join()
+            process.join(300)
     assert not files & homes_in_use()

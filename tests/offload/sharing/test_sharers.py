@@ -66,8 +66,8 @@ def test_a_process_that_has_ended_is_named():
         with pytest.raises(SharerLostError, match=f"^the process {process.pid} of rank 1 has ended$") as ended:
             processes.awaited(1, lambda: None, time.monotonic(), 300)
         assert (ended.value.rank, ended.value.hangs) == (1, False)
-        process.join()
+        process.join(300)
         assert not processes.lost(1, 3.0, 2.0).hangs
     finally:
         process.kill()
-        process.join()
+        process.join(300)

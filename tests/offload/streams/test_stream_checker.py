@@ -90,4 +90,4 @@ def test_two_reads_need_no_order(streams: CheckedStreams):
 def test_each_thread_has_its_own_current_stream(streams: CheckedStreams):
     """As on a GPU: two models may train at the same time, each in a thread."""
     with streams.on(streams.h2d), ThreadPoolExecutor(1) as thread:
-        assert thread.submit(lambda: streams.compute).result() is not streams.compute
+        assert thread.submit(lambda: streams.compute).result(300) is not streams.compute

@@ -69,7 +69,7 @@ def test_contexts_are_the_nodes_of_the_graph_in_their_order():
 def test_each_thread_has_its_own():
     function_contexts.begin()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(apply).result()
+        pool.submit(apply).result(300)
     assert function_contexts.made == []
     function_contexts.end()
 

@@ -181,18 +181,18 @@ def test_threads_have_contexts_of_their_own(log: Log):
     class Waits(nn.Module):
         def forward(self, hidden):
             inside.set()
-            leave.wait()
+            leave.wait(300)
             return hidden
 
     module = Waits()
     contexts = ModuleContexts([(module, log.opener("module"))])
     thread = threading.Thread(target=module, args=(INPUTS,))
     thread.start()
-    inside.wait()
+    inside.wait(300)
     contexts.close_open()
     assert log.events == ["open module"]
     leave.set()
-    thread.join()
+    thread.join(300)
     assert log.events == ["open module", "close module"]
 
 

@@ -20,7 +20,7 @@ def test_a_microbatch_runs_in_its_thread_until_the_block_ends():
         assert running_microbatch() == 3
         thread = threading.Thread(target=lambda: seen.append(running_microbatch()))
         thread.start()
-        thread.join()
+        thread.join(300)
         with running(4):
             assert running_microbatch() == 4
         assert running_microbatch() == 3
@@ -45,7 +45,7 @@ def test_threads_take_turns_or_are_refused():
         with running(0), one.turn():
             """Microbatches side by side take turns by themselves."""
         leave.set()
-        busy.result()
+        busy.result(300)
     with pytest.raises(ZeroDivisionError), one.turn():
         raise ZeroDivisionError
     with one.turn():
@@ -65,6 +65,6 @@ def test_a_mode_refuses_a_forward_in_another_thread_during_one(make):
         model(stack_inputs(0, 0))
         handle.remove()
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(model, stack_inputs(0, 0)).result().sum().backward()
+            pool.submit(model, stack_inputs(0, 0)).result(300).sum().backward()
     assert "two threads" in str(errors[0])
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())

@@ -96,7 +96,7 @@ def test_a_gradient_of_the_host_waits_while_others_are_being_sent(model: Stack, 
         return send()
 
     def before() -> None:
-        sending.wait()
+        sending.wait(300)
         landing.before_host_gradient(unit, unit.tensors[0])
         order.append("added")
 
@@ -109,5 +109,5 @@ def test_a_gradient_of_the_host_waits_while_others_are_being_sent(model: Stack, 
         with monkeypatch.context() as patch:
             patch.setattr(landing.offloader, "send", slow_send)
             loss.backward()
-    other.join()
+    other.join(300)
     assert order[0] == "sent"

@@ -77,7 +77,7 @@ def test_the_host_goes_on_when_there_is_room_whatever_is_still_read(streams: Che
     assert ring.block(sized(256)).start == blocks[1].start
     assert not signals[0].is_set()
     assert ring.wait_ms > 0
-    thread.join()
+    thread.join(300)
 
 
 def test_memory_that_an_update_may_still_read_is_not_written(streams: CheckedStreams, monkeypatch):

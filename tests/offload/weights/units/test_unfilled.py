@@ -184,7 +184,7 @@ def test_other_threads_are_refused_as_well(model: nn.Module):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(300)
     assert len(errors) == 2
 
 

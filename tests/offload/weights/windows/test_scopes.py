@@ -29,7 +29,7 @@ def test_scopes_belong_to_a_thread():
     threads = ThreadForwards()
     threads.running.scopes.append(Scope(nn.Identity()))
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: threads.running.scopes).result() == []
+        assert pool.submit(lambda: threads.running.scopes).result(300) == []
 
 
 def test_a_unit_is_open_until_the_last_scope_that_opened_it_ends():
