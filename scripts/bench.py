@@ -22,8 +22,6 @@ larger direction at the bandwidth that the bus reached in the same run. `to none
 which shows how far compute is the limit. On the CPU there is no bus, and no floor.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -51,14 +49,8 @@ from training.visible_text import visible
 
 # Counters of a mode whose growth in a step is reported.
 MOVED = (
-    "h2d_bytes",
-    "d2h_bytes",
-    "activation_h2d_bytes",
-    "activation_d2h_bytes",
-    "stall_ms",
-    "update_ms",
-    "update_wait_ms",
-)
+    "h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "stall_ms", "update_ms", "update_wait_ms",
+)  # fmt: skip
 # Title, key of a row, and what to divide by.
 COLUMNS = (
     ("step ms", "step_ms", 1),
@@ -150,11 +142,6 @@ def rows_of(options: argparse.Namespace) -> Iterator[tuple[str, str, argparse.Na
             yield f"{spec} {pair}", spec, argparse.Namespace(**own)
 
 
-def _cell(value: float | None, scale: float) -> str:
-    """Formats a value; a dash stands for one that was not measured."""
-    return f"{'-':>11}" if value is None else f"{value / scale:11.3f}"
-
-
 def main() -> None:
     starting.expand_segments()
     options_parser = parser(__doc__)
@@ -177,7 +164,8 @@ def main() -> None:
         if spec == RESIDENT:
             resident_ms = row.get("step_ms")
         rows.append(row if "failed" in row else with_ratios(row, resident_ms, bus))
-        cells = (_cell(rows[-1].get(key), scale) for _, key, scale in COLUMNS)
+        figures = ((rows[-1].get(key), scale) for _, key, scale in COLUMNS)
+        cells = (f"{'-':>11}" if value is None else f"{value / scale:11.3f}" for value, scale in figures)
         # At once, so that it is there if the rest is stopped.
         print(f"{name:36}" + (f"failed: {visible(row['failed'])}" if "failed" in row else "".join(cells)), flush=True)
     if options.json:

@@ -21,8 +21,6 @@ where shared memory counts once. Every row runs in processes of its own, each wi
 `--optimizer` a step includes the update, beside the device, of each rank's slices; under `none` it has none.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -178,10 +176,7 @@ def row_of(name: str, spec: str, count: int, options: argparse.Namespace) -> dic
 
 
 def add_rates(row: dict, rows: list[dict]) -> None:
-    """Adds the ratio to the resident step, the mode's scaling, and the rate at which weights arrive.
-
-    `rows` are those of the resident model and of the mode on one device, as far as they are measured.
-    """
+    """Adds ratio, scaling and the rate of weights, by `rows`: of the resident model, and of the mode on one device."""
     resident, alone = rows[0].get("step_ms"), rows[1] if len(rows) > 1 else {}
     if "failed" not in row:
         row["to_none"] = resident and row["step_ms"] / resident

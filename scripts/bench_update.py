@@ -10,8 +10,6 @@ kernels) waits for Python's lock during an update. `with log` is the C loop's up
 `undone` is how fast that is.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

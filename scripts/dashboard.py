@@ -31,18 +31,9 @@ PACKAGE = "wandb-workspaces"
 NAME = "Offload modes"
 # Columns beside each run's name, in this order.
 COLUMNS = (
-    "status",
-    "perf/step_ms",
-    "perf/floor_ratio",
-    "perf/tokens_per_s",
-    "perf/images_per_s",
-    "memory/vram_peak_gib",
-    "memory/host_pinned_gib",
-    "transfer/stall_ms",
-    "train/final_loss",
-    "eval/final_loss",
-    "reason",
-)
+    "status", "perf/step_ms", "perf/floor_ratio", "perf/tokens_per_s", "perf/images_per_s", "memory/vram_peak_gib",
+    "memory/host_pinned_gib", "transfer/stall_ms", "train/final_loss", "eval/final_loss", "reason",
+)  # fmt: skip
 # Charts with one bar for each label: title, metric, unit.
 BARS = (
     ("Step time", "perf/step_ms", "ms"),
@@ -69,10 +60,7 @@ MAX_RUNS = 100
 
 
 def workspace(entity: str, project: str, group: str | None = None) -> Workspace:
-    """Builds the workspace for `entity`/`project`: runs that differ in their seed alone are one bar.
-
-    `group`: only the runs of this group. Uses no network.
-    """
+    """Builds the workspace of a project, or a `group` of it; runs that differ in their seed alone are one bar."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
@@ -127,10 +115,7 @@ def specification(built: Workspace) -> str:
 
 
 def publish(built: Workspace) -> str:
-    """Saves the workspace at wandb as a new view, without an entity under the user's default one; returns its address.
-
-    Raises UserError without a login, and if wandb refuses.
-    """
+    """Saves the workspace as a new view; returns its address. Raises UserError without a login, or if wandb refuses."""
     import wandb
 
     if not wandb.login(prompt=False, verify=False):

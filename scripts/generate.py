@@ -96,10 +96,7 @@ def components_of(options: argparse.Namespace) -> tuple[Components, Path]:
 def writer(
     options: argparse.Namespace, prompt_of: Callable[[DictConfig, Tokenizer], Sequence[int]]
 ) -> Iterator[tuple[Writer, Sequence[int]]]:
-    """Gives the model of the run, ready to write what follows the ids that `prompt_of` returns, and these.
-
-    Raises UserError for everything that the user can fix.
-    """
+    """Gives the model of the run, and the ids of `prompt_of` that it is to continue. Raises UserError."""
     components, checkpoint = components_of(options)
     config = components.config
     from training.planning.fit import refuse_text

@@ -3,8 +3,6 @@
 python scripts/modes.py
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -8,8 +8,6 @@ Each system runs in a process of its own, with a time limit; one that fails does
 well is not repeated. No run is started that the time left may not suffice for.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -32,25 +30,18 @@ PAGE = ROOT / "docs" / "peers.md"
 FIGURES = ROOT / "docs" / "figures"
 START = "<!-- The measured tables: scripts/peers.py --page makes them from its runs. -->\n"
 END = "<!-- The end of the measured tables. -->"
-# By name, in the order in which they run: the overrides of each.
-SYSTEMS = {
-    "none": ["offload=none"],
-    "layer_stream": ["offload=layer_stream"],
-    "shard_offload": ["offload=shard_offload"],
-    "fsdp2": ["offload=fsdp2"],
-    "deepspeed_zero3": ["offload=deepspeed_zero3"],
-    "roundpipe": ["offload=roundpipe"],
+VARIANTS = {
     "roundpipe_stale": ["offload=roundpipe", "offload.stale=true"],
-    "ramtorch": ["offload=ramtorch"],
     "ramtorch_bf16": ["offload=ramtorch", "offload.masters=none"],
-    "fairscale": ["offload=fairscale"],
-    "torchao_optimizer": ["offload=torchao_optimizer"],
-    "bounce_linear": ["offload=bounce_linear"],
-    "save_on_cpu": ["offload=save_on_cpu"],
-    "tensor_swap": ["offload=tensor_swap"],
     "superoffload": ["offload=deepspeed_zero3", "offload.super_offload=true"],
-    "diffusers_group": ["offload=diffusers_group"],
 }
+NAMES = (
+    "none", "layer_stream", "shard_offload", "fsdp2", "deepspeed_zero3", "roundpipe", "roundpipe_stale", "ramtorch",
+    "ramtorch_bf16", "fairscale", "torchao_optimizer", "bounce_linear", "save_on_cpu", "tensor_swap", "superoffload",
+    "diffusers_group",
+)  # fmt: skip
+# The overrides of each, in the order in which they run.
+SYSTEMS = {name: VARIANTS.get(name, [f"offload={name}"]) for name in NAMES}
 # Seconds without which no run is started, and those that a run may take to end when its time is over.
 LEAST_S, GRACE_S = 20.0, 5.0
 

@@ -7,8 +7,6 @@ Prints the measurements and stores them in ~/.cache/lightering, in one file for 
 `hardware=auto` and `hardware=measured` find them. Run it on an idle machine: other programs would slow it down.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

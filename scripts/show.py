@@ -39,15 +39,12 @@ ELSEWHERE = ("\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGH
 
 
 def show(given: Sequence[str], count: int, marks: tuple[str, str]) -> None:
-    """Prints the first `count` chats of a configuration, and the facts of its dataset.
-
-    Raises UserError for everything that the user can fix.
-    """
+    """Prints the first `count` chats of a configuration, and the facts of its dataset. Raises UserError."""
     if count < 1:
         raise UserError(f"--count={count}: must be at least 1")
     config, invocation = _configuration(given)
     # With these come torch and transformers: they are imported once the configuration was checked.
-    from training.data.building import build_dataset, has_facts
+    from training.data.datasets import build_dataset, has_facts
     from training.profiling.hardware import resolve_device
     from training.settle.components import Components
 
@@ -68,11 +65,7 @@ def show(given: Sequence[str], count: int, marks: tuple[str, str]) -> None:
 
 
 def marked(dataset: object, sample: Sample, marks: tuple[str, str]) -> str:
-    """Returns the text of a sample, with `marks` around what is trained on.
-
-    Its tokens are decoded run by run, so a character of which one token is trained on and another is not is shown as
-    two.
-    """
+    """Returns a sample's text, run by run, with `marks` around what is trained on."""
     text, start, tokens = "", 0, len(sample.ids)
     while start < tokens:
         end = next((n for n in range(start, tokens) if sample.trained[n] != sample.trained[start]), tokens)
@@ -88,22 +81,14 @@ def _configuration(given: Sequence[str]) -> tuple[DictConfig, Invocation]:
 
     if given and "=" not in given[0]:
         return configuration(found(given[0])[0], list(given[1:]))
-    from hydra import compose, initialize_config_dir
-    from omegaconf import open_dict
-
     from training.config import schema
-    from training.config.modes import FOLDER
     from training.config.validation import check
     from training.runs.invocation import Invocation
     from training.sweeps import launcher
 
     schema.register()
     launcher.register_launcher()
-    with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
-        config = compose("config", list(given), return_hydra_config=True)
-    invocation = Invocation.of(config.hydra, Path())
-    with open_dict(config):
-        del config["hydra"]
+    config, invocation = Invocation.composed(given)
     check(config)
     return config, invocation
 

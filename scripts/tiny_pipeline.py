@@ -8,8 +8,6 @@ encoder has random values, which tell captions apart; its UNet is for train.py. 
 NAME.txt.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

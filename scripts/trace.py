@@ -8,8 +8,6 @@ prints how long each lane was busy. With --device cpu copies run where they are 
 step of a real run: python train.py trace=true.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -18,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.workload import Workload, make_workload, parsed, parser
 from training.errors import UserError
-from training.profiling.timeline import draw_chart, read_timeline
-from training.profiling.trace import VIEWER, tracing
+from training.profiling.timeline import VIEWER, draw_chart, read_timeline, tracing
 from training.runs import compose_errors
 
 

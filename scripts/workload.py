@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch import nn
 
@@ -45,7 +44,7 @@ from offload.sharing import NO_SHARERS, Sharers
 from training.batches import Batch, examples_in, uploaded
 from training.config import schema
 from training.config.construct import make_mode
-from training.config.modes import FOLDER, RESIDENT
+from training.config.modes import RESIDENT
 from training.config.validation import check
 from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import shares_of
@@ -71,8 +70,7 @@ class Blocks(nn.Module):
 
     def __init__(self, layers: nn.ModuleList, head_dim: int):
         super().__init__()
-        self.layers = layers
-        self.head_dim = head_dim
+        self.layers, self.head_dim = layers, head_dim
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weight = next(self.layers[0].parameters())
@@ -123,11 +121,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def parsed(options_parser: argparse.ArgumentParser, on_cpu: str = "") -> argparse.Namespace:
-    """Reads the command line. Ends the program with one line if its device is no GPU and no CPU, if torch does not find
-    that GPU, and if the file of `--json` could not be written at the end.
-
-    `on_cpu` is a remark about the CPU in place of it.
-    """
+    """Reads the command line. Ends the program with one line for a device or a file of `--json` that cannot be used."""
     options = options_parser.parse_args()
     known = re.fullmatch(r"cpu|cuda(?::(\d+))?", options.device)
     if not known:
@@ -154,8 +148,7 @@ class Workload(ABC):
 
     def __init__(self, spec: str, options: argparse.Namespace, sharers: Sharers = NO_SHARERS):
         """`spec` is MODE or MODE:KEY=VALUE,...: a mode and its knobs. `sharers` share the homes of what streams."""
-        self.options = options
-        self.sharers = sharers
+        self.options, self.sharers = options, sharers
         self.device = torch.device(options.device)
         self.streams = acquire(self.device)
         self.optimizer: HostAdamW | None = None
@@ -200,10 +193,7 @@ class Workload(ABC):
         self._undo.close()
 
     def step(self) -> torch.Tensor:
-        """Runs forward and backward over one batch, and the update if there is one; returns the loss.
-
-        With `--forward N` it is N forwards in a row, as of a sampler.
-        """
+        """Runs a step, or with `--forward N` so many forwards in a row, as of a sampler; returns the loss."""
         options, batch = self.options, self.batch()
         if options.forward:
             with self.attached.inference():
@@ -249,10 +239,7 @@ class BlocksWorkload(Workload):
 
 
 class ModelWorkload(Workload):
-    """An option of conf/model with the task, data, batch and recompute that it brings; every step has the same batch.
-
-    --microbatches, --sequences, --seq-len and --recompute are those of the blocks; here --set has their keys.
-    """
+    """An option of conf/model with its own task, data and recompute, and one batch; --set has the keys of the step."""
 
     def prepare(self, spec: str) -> str:
         name, overrides = mode_overrides(spec)
@@ -280,10 +267,7 @@ class ModelWorkload(Workload):
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The times of steps in ms, each, the mode's counters over them and at their end, and the loss of the last.
-
-    `warmup_peak_gib` is the peak on the device before; that of the steps is the device's since then.
-    """
+    """The ms of each step, the mode's counters over them and at their end, the last loss, and the warm-up's peak."""
 
     times_ms: list[float]
     grown: Counters
@@ -315,8 +299,7 @@ def timed_steps(workload: Workload, warmup: int, steps: int) -> TimedSteps:
 def fill_zeros(model: nn.Module, device: torch.device) -> None:
     """Gives each matrix that starts at zero (adaLN-Zero, the second of an adapter) random values, as a trained one has.
 
-    Gradients that pass through zeros are zeros, of which a GPU computes products faster. And the squares of gradients
-    near zero are denormal numbers, with which a CPU is slow.
+    Products of zeros are faster on a GPU, and squares of gradients near zero, denormal numbers, slow on a CPU.
     """
     draws = Draws(0, device)
     for name, parameter in model.named_parameters():
@@ -335,8 +318,7 @@ def composed(overrides: list[str]) -> DictConfig:
     """Composes a configuration. Raises Hydra's errors for an option or a key that does not exist."""
     schema.register()
     launcher.register_launcher()
-    with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
-        return compose("config", overrides)
+    return Invocation.composed(overrides)[0]
 
 
 def mode_overrides(spec: str) -> tuple[str, list[str]]:
@@ -350,9 +332,6 @@ def mode_overrides(spec: str) -> tuple[str, list[str]]:
 
 
 def build_mode(spec: str) -> tuple[str, Mode]:
-    """Makes the mode that `spec` describes, with the checks of train.py. Returns its name too.
-
-    Raises UserError for a value that does not fit, Hydra's errors for a mode or a knob that does not exist.
-    """
+    """Makes the mode of `spec`, and its name, with train.py's checks. Raises UserError and Hydra's errors."""
     name, overrides = mode_overrides(spec)
     return name, make_mode(composed(overrides).offload)

@@ -1,7 +1,5 @@
 """Batches: a tensor, or a dictionary of tensors, whose first dimension counts the examples."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 
@@ -33,11 +31,7 @@ def trained_tokens_in(labels: Tensor) -> int:
 
 
 def tokens_in(batch: Batch) -> int:
-    """Returns the number of tokens that a batch of text, on the CPU, gives a model; padding is none of them.
-
-    A tensor is [rows, tokens + 1]. A dictionary has the tokens of each row in `lengths`, or `segments`, of which those
-    below 0 are padding, or `input_ids` alone, without padding. Raises ValueError for any other.
-    """
+    """Returns the tokens of a batch of text, on the CPU, without padding. Raises ValueError where nothing tells."""
     if isinstance(batch, Tensor):
         return batch.numel() - len(batch)
     if "lengths" in batch:
@@ -50,10 +44,7 @@ def tokens_in(batch: Batch) -> int:
 
 
 def nonfinite_in(batch: Batch) -> tuple[str, int] | None:
-    """Returns the name of a tensor of a dictionary, on the CPU, and its first example that is not finite; None: none.
-
-    A batch that is a tensor has token ids.
-    """
+    """Returns the tensor of a dictionary, by name, and its first example that is not finite; None: all are."""
     for name, tensor in batch.items() if isinstance(batch, dict) else ():
         finite = tensor.isfinite().flatten(1).all(1) if tensor.ndim > 1 else tensor.isfinite()
         if not finite.all():
@@ -89,7 +80,7 @@ def uploaded(batch: Batch, device: torch.device) -> Batch:
     return moved
 
 
-def add_to_digest(digest: hashlib._Hash, batch: Batch) -> None:
+def add_to_digest(digest: "hashlib._Hash", batch: Batch) -> None:
     """Adds the bytes of a batch (on any device, any dtype) to `digest`, and the names of a dictionary's tensors."""
     for name, tensor in [("", batch)] if isinstance(batch, Tensor) else sorted(batch.items()):
         digest.update(name.encode())

@@ -1,7 +1,5 @@
 """The error that users can fix themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -79,15 +79,9 @@ UNITS = ("tokens", "images", "examples")
 
 # Whole numbers.
 COUNTS = (
-    "train/step",
-    "train/tokens",
-    "train/images",
-    "train/examples",
-    "train/skipped_steps",
-    "checkpoint/best_step",
-    "steps",
-    "devices",
-)
+    "train/step", "train/tokens", "train/images", "train/examples", "train/skipped_steps", "checkpoint/best_step",
+    "steps", "devices",
+)  # fmt: skip
 
 
 def higher_is_better(metric: str) -> bool:

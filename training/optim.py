@@ -1,7 +1,5 @@
 """The optimizer that updates after the step, and the schedules of the learning rate."""
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings
@@ -40,15 +38,8 @@ class AdamW(HostAdamW):
         *,
         decay_norms_and_biases: bool = True,
     ):
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            decay_norms_and_biases=decay_norms_and_biases,
-            threads=torch.get_num_threads(),
-        )
+        which, threads = decay_norms_and_biases, torch.get_num_threads()
+        super().__init__(params, lr, betas, eps, weight_decay, decay_norms_and_biases=which, threads=threads)
 
 
 def warn_of_rates(config: DictConfig) -> None:
@@ -65,10 +56,7 @@ def warn_of_rates(config: DictConfig) -> None:
 
 
 def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
-    """Makes the schedule of `config.schedule` over `config.steps`, and sets the first learning rate.
-
-    Call its `step()` after each step of the optimizer.
-    """
+    """Makes the schedule of `config.schedule`, whose `step()` belongs behind each of the optimizer's."""
     # torch warns if the first step is skipped (on_nonfinite=skip), which is intended.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`", UserWarning)
     return instantiate(config.schedule, optimizer=optimizer, steps=config.steps)

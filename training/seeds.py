@@ -1,7 +1,5 @@
 """Seeds of random numbers that depend on names and numbers alone, not on what was drawn before."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch
@@ -14,11 +12,7 @@ def seed_of(*key: int | str) -> int:
 
 
 def seed_torch(seed: int) -> None:
-    """Seeds the generators of the CPU and of the GPUs, as `torch.manual_seed` does.
-
-    That also notes the seed, with a formatted stack, for each kind of device that is not in use: a millisecond in which
-    a GPU waits at the start of a step.
-    """
+    """Seeds CPU and GPUs as `torch.manual_seed` does, without the stack that this formats for idle devices (1 ms)."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

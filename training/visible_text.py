@@ -9,10 +9,9 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 def visible(text: object) -> str:
     r"""Returns `str(text)` with an escape such as `\x1b` in place of each character that acts instead of being seen.
 
-    Names of files, values of configurations and texts of errors may hold anything: codes that a terminal obeys, line
-    breaks that begin a new row of a table, marks that reverse the order of letters, surrogates that no encoding takes.
-    The result is one line and can be encoded. A byte of a file's name that is not UTF-8 is shown as that byte. A second
-    call changes nothing.
+    Names of files, values and errors may hold anything: codes that a terminal obeys, line breaks, marks that reverse
+    letters, surrogates. The result is one line that can be encoded; bytes of names that are not UTF-8 are shown as
+    such.
     """
     text = str(text)
     return text if text.isprintable() else "".join(map(_escaped, text))

@@ -4,12 +4,11 @@
 resumes makes or loads the base again; other files than those are refused.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from training.errors import UserError
 from training.runs.checkpoint_files import BASE_FILE, DamagedError, read_json, sha256_of_file, side_by_side
@@ -18,10 +17,7 @@ from training.weights.files import ModelWeights, weight_files
 
 @dataclass(frozen=True)
 class BaseReference:
-    """The origin of a base: `seed`, or `weights` as they were given, with the SHA-256 of each of their files.
-
-    `revision` is what was given of them as a revision on the Hub.
-    """
+    """The origin of a base: `seed`, or `weights` and their revision as given, and the SHA-256 of their files."""
 
     seed: int | None
     weights: str | None
@@ -29,7 +25,7 @@ class BaseReference:
     revision: str | None = None
 
     @classmethod
-    def of(cls, seed: int, weights: ModelWeights | None) -> BaseReference:
+    def of(cls, seed: int, weights: ModelWeights | None) -> Self:
         """Reads and hashes the files of `weights`, if there are any. Raises UserError for one that cannot be read."""
         if weights is None:
             return cls(seed, None, {})
@@ -57,10 +53,7 @@ class BaseReference:
         return json.dumps(values, indent=2).encode()
 
     def check(self, folder: Path, key: str, name: str = BASE_FILE) -> None:
-        """Raises UserError, which begins with `key`, unless this is the base that the file `name` in `folder` names.
-
-        Its files may lie elsewhere.
-        """
+        """Raises UserError, beginning with `key`, unless the file `name` in `folder` names this base."""
         try:
             saved = read_json(folder / name)
         except DamagedError as error:

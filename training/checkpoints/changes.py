@@ -18,42 +18,14 @@ logger = logging.getLogger(__name__)
 
 # Keys that decide where a run computes, what it shows and when it ends, but not what it computes.
 MAY_CHANGE = (
-    "steps",
-    "epochs",
-    "warmup_steps",
-    "log_every",
-    "eval.every",
-    "sample.*",
-    "task.sample_*",
-    "task.guidance",
-    "offload.*",
-    "recompute.*",
-    "quantize.cache",
-    "tracking.*",
-    "checkpoint.*",
-    "resume",
-    "device",
-    "devices",
-    "parallel.*",
-    "hardware*",
-    "vram_budget",
-    "host_budget",
-    "plan",
-    "force",
-    "trace",
-    "on_nonfinite",
-    "optimizer.device_share",
-    "optimizer.gradients",
-    "optimizer.threads",
-    "optimizer.speculate",
-)
+    "steps", "epochs", "warmup_steps", "log_every", "eval.every", "sample.*", "task.sample_*", "task.guidance",
+    "offload.*", "recompute.*", "quantize.cache", "tracking.*", "checkpoint.*", "resume", "device", "devices",
+    "parallel.*", "hardware*", "vram_budget", "host_budget", "plan", "force", "trace", "on_nonfinite",
+    "optimizer.device_share", "optimizer.gradients", "optimizer.threads", "optimizer.speculate",
+)  # fmt: skip
 # Both optimizers compute the same from the same states; one has knobs that the other lacks.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
-ABSENT_KEYS = {
-    "ema": "null",
-    "optimizer.master": "compact",
-    "optimizer.state_dtype": "fp32",
-}
+ABSENT_KEYS = {"ema": "null", "optimizer.master": "compact", "optimizer.state_dtype": "fp32"}
 ABSENT = "absent"
 
 
@@ -63,10 +35,7 @@ def config_text(config: DictConfig) -> str:
 
 
 def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key: str) -> None:
-    """Compares `config` with `saved`, the configuration of the checkpoint in `folder` from `read_config`.
-
-    `key` is what the user gave, with which the message begins. Raises UserError listing the changes that are refused.
-    """
+    """Raises UserError, beginning with `key`, for changes from `saved`, the configuration of a checkpoint."""
     changed = changed_values(config, saved)
     # The files of a frozen base, and its tokenizer with them, may lie elsewhere now: base and batches are compared.
     may_change = (*MAY_CHANGE, "model.weights", "dataset.tokenizer") if has_adapter(config) else MAY_CHANGE
@@ -113,10 +82,7 @@ def weights_key(saved: dict[str, Any]) -> str:
 
 
 def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Compares `config` with `saved`, as `read_config` returns it.
-
-    Returns the old and the new value of each key that differs, shortened to a line; one that a side lacks is "absent".
-    """
+    """Returns old and new value of each key that differs from `saved`, as lines; "absent" where a side lacks it."""
     was, now = _flat(saved), _flat(parse_yaml(config_text(config)))
     return {
         name: (_shown(was.get(name, ABSENT)), _shown(now.get(name, ABSENT)))
@@ -134,16 +100,17 @@ def _same(was: Any, now: Any) -> bool:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    values = ABSENT_KEYS | dict(_leaves(config))
+    values = ABSENT_KEYS | dict(leaves_of(config))
     if values.get("optimizer._target_") in SAME_OPTIMIZER:
         values["optimizer._target_"] = SAME_OPTIMIZER[0]
     return values
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys of nested dictionaries with their values."""
     for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+        if isinstance(value, dict) and value:
+            yield from leaves_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -1,7 +1,5 @@
 """Decides where a run starts: at its first step, or after a checkpoint that is complete and belongs to it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,11 +49,7 @@ class Checkpoint:
     """every value as text"""
 
     def check_data(self, dataset, eval_sha256: str | None) -> None:
-        """Raises UserError if the data of `dataset`, or its batch for the last step, are not those of the run.
-
-        It also does if both the run and its continuation evaluate, and `eval_sha256`, the digest of the held-out
-        batches, is another.
-        """
+        """Raises UserError if data, last batch or, where both evaluate, held-out batches differ from the run's."""
         if digest_of_all(dataset) != self.state.data_sha256:
             changed = (
                 "the text has changed: dataset.files, the file of dataset.tokenizer or the release of Python is not the"
@@ -73,10 +67,7 @@ class Checkpoint:
         )
 
     def check_source(self, given: str, sha256: str | None) -> None:
-        """Raises UserError unless the config.json of `model.source`, which is `given`, is that of the run.
-
-        It decides what the model computes, and the configuration of the run has its place alone.
-        """
+        """Raises UserError unless the config.json of model.source=`given` is the run's: it decides the computation."""
         if self.state.source_sha256 != sha256:
             raise UserError(
                 f"resume={self.folder}: model.source={given}: its config.json has changed: restore it, or begin a new"
@@ -98,10 +89,7 @@ class Checkpoint:
         device: torch.device,
         averages: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Copies the saved state into model, optimizer, schedule and `averages`, on whatever device their tensors are.
-
-        Raises UserError naming the file that does not fit, before the model is changed.
-        """
+        """Copies the saved state into these. Raises UserError for a file that does not fit, before any changes."""
         try:
             restore_random_states(self.folder, device)
             load_tensors(self.folder, self.files, model, optimizer, averages)
@@ -126,9 +114,8 @@ class Checkpoint:
 def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
     """Finds and verifies the checkpoint that `config.resume` asks for; None: the run starts at its first step.
 
-    Raises UserError if there is no such checkpoint, or it is damaged (naming the one before it), after the last step or
-    of another configuration; also if a new run would mix its checkpoints with those in `run_dir`, or replace the
-    results of one there that is finished.
+    Raises UserError if it is not there, damaged (naming the one before it), after the last step or of another
+    configuration, and if a new run would mix with the one in `run_dir` or replace its results.
     """
     if config.resume is None:
         _refuse_foreign(run_dir)
@@ -166,10 +153,7 @@ def _refuse_foreign(run_dir: Path) -> None:
 
 
 def _refuse_finished(run_dir: Path) -> None:
-    """Raises UserError if a run without checkpoints is finished in `run_dir`: to begin it anew drops its results.
-
-    A summary that cannot be read counts as that of a finished run.
-    """
+    """Raises UserError if a run without checkpoints is finished in `run_dir`, whose results a new one would drop."""
     if not (run_dir / SUMMARY_FILE).exists():
         return
     try:

@@ -1,9 +1,8 @@
-"""Saves a run: when, which files, and how many checkpoints are kept.
+"""Saves a run: when, which files, how many checkpoints are kept, and which is the best: `checkpoints/best` links to it.
 
-The folder of a checkpoint is complete or not there, even after a power failure or a kill.
+The folder of a checkpoint is complete or not there, even after a power failure or a kill. Nothing but the records of
+the run remembers the best one, so a run that resumes knows it again, also where it is rewound or has another metric.
 """
-
-from __future__ import annotations
 
 import errno
 import functools
@@ -36,13 +35,14 @@ from models.whole_folder import Fill, Write, bytes_of, renamed_when_whole, write
 from offload import Streams
 from offload.knobs import format_bytes
 from training.checkpoints.base import BaseReference
-from training.checkpoints.best import Best
 from training.checkpoints.changes import config_text
 from training.checkpoints.state import RunState, optimizer_tensors, random_states
 from training.config.schema import Precision, due
 from training.errors import UserError
+from training.metric_names import higher_is_better
 from training.runs.checkpoint_files import (
     BASE_FILE,
+    BEST_LINK,
     EMA_STEM,
     HUGGING_FACE_FILE,
     MANIFEST_FILE,
@@ -59,17 +59,18 @@ from training.runs.checkpoint_files import (
 )
 from training.runs.files import CONFIG_FILE, partial_path
 from training.runs.signals import WORTH_SAVING_S
+from training.tasks.task import Task
 from training.weights.architecture import LLAMA_KEYS
 
 logger = logging.getLogger(__name__)
 
+KEY = "checkpoint.best"
+
 
 class Checkpoints:
-    """Saves the checkpoints of one run in its directory.
+    """Saves the checkpoints of one run in its directory; training waits, because a step would change the tensors.
 
-    Training waits meanwhile: tensors are written one by one from where they are, and a step would change them. With
-    `base`, that of a run that trains an adapter, they hold the adapter and this reference, and not the model. They hold
-    `averages`, too.
+    With `base`, that of an adapter, they hold the adapter and this reference, and not the model; and `averages`, too.
     """
 
     def __init__(
@@ -85,23 +86,17 @@ class Checkpoints:
         self.on_signal_after_s = _on_signal_after_s(config)
         """From this many seconds of training on, a signal saves the run; infinity: none does."""
         self.best = Best(config.checkpoint.best, run_dir)
-        self._config = config
-        self._run_dir = run_dir
-        self._model = model
-        self._optimizer = optimizer
-        self._streams = streams
-        self._base = base
-        self._averages = averages
+        self._config, self._run_dir, self._model, self._optimizer = config, run_dir, model, optimizer
+        self._streams, self._base, self._averages = streams, base, averages
 
     def due(self, step: int) -> bool:
         """Tells whether to save after `step`: every `checkpoint.every` steps, after the last, and after the best."""
         return due(self._config.checkpoint.every, step, self._config.steps) or self.best.wants(step)
 
     def save(self, state: RunState, required: bool = False) -> float | None:
-        """Writes a checkpoint, then removes those beyond `checkpoint.keep` but the best; returns the ms this took.
+        """Writes a checkpoint and removes those beyond `checkpoint.keep`, but the best; returns the ms this took.
 
-        If the disk refuses it, the earlier checkpoints stay; this is one warning, and None is returned. If the
-        checkpoint is `required`, UserError is raised instead.
+        If the disk refuses it, the earlier ones stay: one warning, and None; UserError if it is `required`.
         """
         folder = folder_of(self._run_dir, state.step)
         start = perf_counter()
@@ -121,10 +116,7 @@ class Checkpoints:
         return save_ms
 
     def remove_leftovers(self, step: int) -> None:
-        """Removes checkpoints up to `step` beyond `checkpoint.keep`, but the best, and what a killed process left.
-
-        What cannot be removed stays, with a warning.
-        """
+        """Removes checkpoints up to `step` beyond `checkpoint.keep`, but the best, and partial ones, or warns."""
         home = folder_of(self._run_dir, 0).parent
         old = [folder for folder in checkpoints_in(home) if step_of(folder) <= step][self._config.checkpoint.keep :]
         old = [folder for folder in old if step_of(folder) != self.best.step]
@@ -190,11 +182,7 @@ def _on_signal_after_s(config: DictConfig) -> float:
 
 
 def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-    """Returns the keys of transformers' LlamaConfig for the `models.llama.Llama` of `config.model`, as JSON.
-
-    `values` are what else is known: the longest text, and the tokens around a text, which a checkpoint leaves to the
-    tokenizer.
-    """
+    """Returns transformers' LlamaConfig of our Llama, as JSON; `values` are what else is known, such as end tokens."""
     dtype = "bfloat16" if config.precision == Precision.bf16 else "float32"
     known = {
         "architectures": ["LlamaForCausalLM"],
@@ -214,13 +202,10 @@ def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingP
 
 
 def write_folder(folder: Path, files: Mapping[str, Fill]) -> int:
-    """Writes `folder` with `files` and a manifest of them; returns the bytes written.
+    """Writes `folder` with `files`, several at a time, and their manifest; returns the bytes written.
 
-    `files` maps each name to a function, which gets a `write` and calls it with the file's bytes. All files are written
-    to `FOLDER.partial`, several at a time from threads, and the folder is renamed when everything is on disk. An
-    interrupt or an error leaves nothing; a process that is killed leaves the partial folder.
-
-    Raises OSError if the disk is full, the folder's name is taken, or the folder cannot be written.
+    They are written to `FOLDER.partial`, which is renamed when all is on disk. An error leaves nothing, a kill the
+    partial folder. Raises OSError if the disk is full, or the folder's name is taken or cannot be written.
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, "something of this name is there: move it away", str(folder))
@@ -266,3 +251,67 @@ def _write_file(path: Path, fill: Fill, given_up: Event) -> FileRecord:
 
     write_file(path, recorded)
     return FileRecord(nbytes, digest.hexdigest())
+
+
+class Best:
+    """Finds the best of the steps whose records it is given, by `metric` (None: none is), and links to it."""
+
+    def __init__(self, metric: str | None, run_dir: Path):
+        self.step: int | None = None
+        """of the best checkpoint; None: there is none"""
+        self._metric, self._run_dir = metric, run_dir
+        self._sign = 1.0 if metric is not None and higher_is_better(metric) else -1.0
+        self._value = -math.inf
+        # A step that is better, and its value, until it is saved.
+        self._candidate: tuple[int, float] | None = None
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Takes a record, new or of an earlier part of the run. The evaluation before the first step is left out."""
+        value, step = record.get(self._metric), record["train/step"]
+        # Of equal ones the first is kept. What is no number is never the best.
+        if value is None or not step or not math.isfinite(value) or self._sign * value <= self._value:
+            return
+        self._candidate = step, value
+        if folder_of(self._run_dir, step).is_dir():
+            self.saved(step)
+
+    def wants(self, step: int) -> bool:
+        """Tells whether the checkpoint of `step`, which is not there yet, would be the best."""
+        return self._candidate is not None and self._candidate[0] == step
+
+    def saved(self, step: int) -> None:
+        """Takes the checkpoint of `step`, which is complete, for the best, if `wants` it."""
+        if not self.wants(step):
+            return
+        value = self._candidate[1]
+        self.step, self._value, self._candidate = step, self._sign * value, None
+        logger.info("%s=%s: the best so far is %.6g, after step %d", KEY, self._metric, value, step)
+        self.link()
+
+    def link(self) -> None:
+        """Makes the link that of the best checkpoint, or removes it. A disk that refuses that gives a warning."""
+        home = folder_of(self._run_dir, 0).parent
+        link = home / BEST_LINK
+        try:
+            if self.step is None:
+                link.unlink(missing_ok=True)
+                return
+            # No reader finds none.
+            partial = partial_path(link)
+            partial.unlink(missing_ok=True)
+            partial.symlink_to(folder_of(self._run_dir, self.step).name)
+            os.replace(partial, link)
+        except OSError as error:
+            logger.warning("%s cannot link to the best checkpoint (%s)", link, error.strerror or error)
+
+
+def check_best(config: DictConfig, task: Task) -> None:
+    """Raises UserError if checkpoint.best names what the run does not measure."""
+    asked = config.checkpoint.best
+    if asked is None:
+        return
+    measured = [f"eval/{name}" for name in task.score_names]
+    if asked not in measured:
+        raise UserError(f"{KEY}={asked}: the run measures {' and '.join(measured)}: choose one, or null")
+    if config.eval.every is None:
+        raise UserError(f"{KEY}={asked}: the run does not evaluate: give eval.every=N, or {KEY}=null")

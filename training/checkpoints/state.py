@@ -38,10 +38,7 @@ COPY = "weight"
 
 @dataclass(frozen=True)
 class RunState:
-    """The progress of a run; the defaults are those of a new run.
-
-    The learning rate and the batches are functions of the step, so `step` is their state too.
-    """
+    """The progress of a run; learning rate and batches are functions of its step. Defaults are those of a new run."""
 
     step: int = 0
     """optimizer steps done"""
@@ -92,10 +89,7 @@ def digest_of_all(dataset) -> str | None:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of torch's generators of the host and of `device`: uint8 [bytes], by kind of device.
-
-    Each microbatch seeds the generators by itself, so these states matter only to code that draws between steps.
-    """
+    """Returns the states of torch's generators of host and `device`, uint8 [bytes], for what draws between steps."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -103,10 +97,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(folder: Path, device: torch.device) -> None:
-    """Restores torch's generators; that of a GPU only if the saved run had one and this run has one.
-
-    Raises DamagedError if the file does not have their states.
-    """
+    """Restores torch's generators, a GPU's if both runs have one. Raises DamagedError for a file without them."""
     path = folder / RANDOM_FILE
     try:
         with open_file(path) as handle:
@@ -141,9 +132,8 @@ def load_tensors(
 ) -> None:
     """Copies a checkpoint into the model, the optimizer's states and `averages`, which exist already, on any device.
 
-    Where a model has adapters, the checkpoint has only these, and the base has been filled before. `names` are the
-    files of the checkpoint in `folder`; no other file is read. Raises DamagedError naming a file that is not among them
-    or a tensor that does not fit, before anything is changed.
+    Of a model with adapters it has only these. `names` are its files in `folder`; no other is read. Raises DamagedError
+    for a file that is not among them or a tensor that does not fit, before anything is changed.
     """
     names = [name for name in names if name.endswith(".safetensors") or name == INDEX_FILE]
     states = optimizer_tensors(model, optimizer)

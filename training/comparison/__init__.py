@@ -1,4 +1,1 @@
-"""Compares runs: a table, three figures and a page.
-
-Read `report` first, then `runs` (what is read of each run) and `rows` (runs averaged over their seeds).
-"""
+"""Compares runs: a table, three figures and a page. Read `report` first, then `runs` and `rows`."""

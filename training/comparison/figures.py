@@ -4,8 +4,6 @@ The title of each says its finding. Figures are shown 800 pixels wide, and drawn
 Okabe and Ito, which colour-blind readers can tell apart.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import textwrap
@@ -94,10 +92,7 @@ def render_figures(rows: Sequence[Row], kind: str = "png") -> dict[str, bytes]:
 
 
 def memory_figure(rows: Sequence[Row]) -> Figure:
-    """Draws a point for each row, the mean of its seeds with a bar for their spread, and the Pareto front.
-
-    A plan that does not fit and a forward without its backward are not part of the front.
-    """
+    """Draws each row (mean of its seeds, bar for their spread), and the Pareto front of whole steps that fit."""
     key = memory_key(rows)
     points = numpy.array([(row.mean(key), row.mean("perf/step_ms")) for row in rows])
     whole = [i for i, row in enumerate(rows) if not row.misfits and not row.forward_only]
@@ -206,11 +201,7 @@ class Curve:
 
 
 def loss_figure(rows: Sequence[Row]) -> Figure:
-    """Draws one line for each curve of training losses, the mean of its seeds in a band of their range.
-
-    The legend names them in the order in which they end, the highest loss first; losses that are never finite come
-    before all others. The picture is as high as the names need.
-    """
+    """Draws each curve, a mean of seeds in the band of their range; the legend begins with the highest last loss."""
     curves = distinct_curves(rows)
     figure, axes = canvas(max(5.0, 1.0 + LINE_IN * sum(curve.label.count("\n") + 1.4 for curve in curves)))
     lines = []

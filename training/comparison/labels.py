@@ -1,7 +1,5 @@
 """Places labels beside the points of a figure, each where nothing else is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,8 +19,8 @@ ARROW = {"arrowstyle": "-", "linewidth": 0.6, "zorder": 2.5, "shrinkA": 0, "shri
 def place_labels(axes: Axes, labels: Sequence[Annotation], boxes: Sequence[numpy.ndarray], line: numpy.ndarray) -> None:
     """Moves each label beside the point that it annotates, to which its arrow leads.
 
-    A label covers none of `boxes` (x0, y0, x1, y1 in pixels), nothing of the `line` through points of the data, no
-    other label and no arrow. Where the axes have no such place, it takes the one with the least in it.
+    It covers none of `boxes` (x0, y0, x1, y1 in pixels), no `line` through points of the data, no label and no arrow,
+    or where the axes have no such place as few as possible.
     """
     taken = [*boxes, *_dots(axes.transData.transform(line))]
     for label in labels:

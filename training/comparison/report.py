@@ -33,16 +33,9 @@ def compare(
 ) -> list[Row]:
     """Compares the runs in and below `directories`: prints the table, and writes table, figures and page to `out`.
 
-    Each file is replaced as a whole; where writing fails, it stays as it was. Returns the rows of the table.
-
-    Args:
-        kind: the format of the figures beside the page, one of FIGURE_KINDS.
-        patterns: the rows to show by their names, with * for any text, in this order; None is all rows.
-        order: the column of compare.csv by which rows are sorted, the smallest number first.
-
-    Raises:
-        UserError: there is no run in `directories`, no row of a name, or no column `order`.
-        OSError: `out` cannot be written.
+    Each file is replaced as a whole, or stays as it was. Figures beside the page have the format `kind`, one of
+    FIGURE_KINDS. Returns the rows whose names match `patterns`, with * for any text, in this order (None: all), or in
+    that of the column `order` of compare.csv. Raises UserError for no such run, row or column, and OSError for `out`.
     """
     runs = find_runs(directories)
     rows = chosen(build_rows(runs), patterns, order)

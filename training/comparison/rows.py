@@ -28,11 +28,7 @@ ROUNDING = 0.02
 
 @dataclass(frozen=True)
 class Statistic:
-    """Mean over the seeds of a row and their standard deviation.
-
-    Runs that repeat a seed count as one, which is their mean. The spread is None for a single seed, and where a value
-    is not finite.
-    """
+    """Mean over a row's seeds, repeats of which count once, and their standard deviation; None for a single seed."""
 
     mean: float
     spread: float | None = None
@@ -154,10 +150,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Returns the indices of the points that no other point beats, in the order of the first coordinate.
-
-    One point beats another if it is at most as large in both coordinates and smaller in one.
-    """
+    """Returns the indices of the points than which no other is as small in both coordinates and smaller in one."""
     front: list[int] = []
     lowest = math.inf
     for index in sorted(range(len(points)), key=lambda i: points[i]):
@@ -201,10 +194,7 @@ def losses(records: Sequence[dict[str, Any]], key: str = LOSS) -> dict[int, floa
 
 
 def largest_difference(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the largest relative difference of the losses, of training and evaluation, at steps that both logged.
-
-    It is 0 if all are equal in every bit, infinity if only one of two is finite, None if there is no common step.
-    """
+    """Returns the largest relative difference of losses at common steps (0: equal, infinity: not finite), or None."""
     differences = []
     for key in (LOSS, EVAL_LOSS):
         own, other = losses(records, key), losses(reference, key)

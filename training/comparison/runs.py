@@ -83,10 +83,7 @@ class Run:
 def find_runs(directories: Sequence[Path]) -> list[Run]:
     """Returns the runs in and below `directories`, each once, in the order of their numbered or dated names.
 
-    A folder that cannot be looked into is a failed run, whose reason says why.
-
-    Raises:
-        UserError: a directory does not exist, or there is no run in any of them.
+    A folder that cannot be looked into is a failed run. Raises UserError for no such directory, and if there is no run.
     """
     found: dict[str, Run] = {}
     unreadable = []

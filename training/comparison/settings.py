@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from training.checkpoints.changes import SAME_OPTIMIZER
+from training.checkpoints.changes import SAME_OPTIMIZER, leaves_of
 from training.comparison.runs import Run
 from training.config.declare import AUTO, SETTLED
 from training.visible_text import shortened
@@ -27,11 +27,7 @@ LONGEST_NAME = 300
 
 
 def all_settings(runs: Sequence[Run]) -> list[Settings]:
-    """Returns the settings of each run without the keys of REPEATS.
-
-    If the runs used several devices, `device` is the device that a run used, whatever it asked for. If they used one
-    device, a run that ended before it recorded its hardware has the same settings as the others.
-    """
+    """Returns the settings of each run without the keys of REPEATS; of several devices with the one that a run used."""
     values = [_settings(run) for run in runs]
     if len({run.device for run in runs if run.device}) > 1:
         return [own | {"device": run.device} if run.device else own for own, run in zip(values, runs, strict=True)]
@@ -46,10 +42,9 @@ def is_resident(values: Settings) -> bool:
 def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | None:
     """Returns the index of the candidate that `values` is to be compared with, or None if there is none.
 
-    The reference is a resident run with the same settings except for the mode. A mode that recomputes blocks by itself
-    is compared with a resident run that recomputes, if there is one. If no resident run has the same optimizer, one
-    with the same update rule on the device is taken. A resident run on several devices is compared with the one on the
-    fewest, as is a run without a resident run on as many devices.
+    That is a resident run with the same settings but for the mode. A mode that recomputes is compared with a run that
+    recomputes, if there is one; without one of the same optimizer, one with its update rule is taken. A resident run on
+    several devices, and one without a resident run on as many, is compared with the one on the fewest.
     """
     recompute = ("recompute",) if _recomputes_itself(values) else ()
     left_out = ("offload", *INCIDENTAL, *recompute)
@@ -58,7 +53,8 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
         order = [(_devices(own), own.get("microbatches") != values.get("microbatches")) for own in candidates]
         on_fewer = [i for i in _alike(values, candidates, (*left_out, *OF_DEVICES)) if order[i][0] < _devices(values)]
         found = sorted(on_fewer, key=order.__getitem__) or found
-    return next((i for i in found if recompute and _recomputes(candidates[i])), next(iter(found), None))
+    recomputing = (i for i in found if recompute and candidates[i].get("recompute.blocks") == "true")
+    return next(recomputing, next(iter(found), None))
 
 
 def _alike(values: Settings, candidates: Sequence[Settings], left_out: Sequence[str]) -> list[int]:
@@ -74,8 +70,8 @@ def _alike(values: Settings, candidates: Sequence[Settings], left_out: Sequence[
 def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
     """Returns a name for each run: the mode, then KEY=VALUE of the settings in which it differs from other runs.
 
-    The keys of an option are compared only among runs that chose this option. The mode's keys are written without
-    `offload.`. A group or key of which nothing is chosen (`recompute=none`, `vram_budget=null`) is not named.
+    An option's keys are compared among runs that chose it; the mode's are written without `offload.`. A group or key of
+    which nothing is chosen (`recompute=none`, `vram_budget=null`) is not named.
     """
     options = [_options(run, own) for run, own in zip(runs, values, strict=True)]
     names = []
@@ -108,17 +104,9 @@ def in_common(runs: Sequence[Run]) -> list[str]:
 
 
 def _settings(run: Run) -> Settings:
-    values = dict(_flat(run.config))
+    values = dict(leaves_of(run.config))
     # For a mode that recomputes blocks by itself, `recompute` changes nothing.
     return _without(values, [*REPEATS, *(["recompute"] if _recomputes_itself(values) else [])])
-
-
-def _flat(node: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _written(value: Any) -> str:
@@ -143,10 +131,6 @@ def _by_update_rule(values: Settings) -> Settings:
 def _devices(values: Settings) -> int:
     count = str(values.get("devices"))
     return int(count) if count.isdecimal() and len(count) < 7 else 1
-
-
-def _recomputes(values: Settings) -> bool:
-    return values.get("recompute.blocks") == "true"
 
 
 def _recomputes_itself(values: Settings) -> bool:

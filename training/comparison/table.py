@@ -18,10 +18,10 @@ WORDS = ("curve", COMPARED_WITH, "seeds", "status")
 # The characters that Markdown gives a meaning, GitHub's the dollar sign too; an underscore within a word has none.
 MARKUP = re.compile(r"[\\`*|~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
 # What LaTeX reads otherwise than it looks.
-LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
+LATEX = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"} | {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "[": "{[}",
     "<": "$<$", ">": "$>$", "|": "$|$", "\N{PLUS-MINUS SIGN}": r"$\pm$", MISSING: "--",
-}  # fmt: skip
+})  # fmt: skip
 # Width of lines, in characters, if the output is not a terminal.
 PLAIN_WIDTH = 160
 # Characters between two columns.
@@ -40,14 +40,9 @@ NOTE = (
 class Column:
     """One number of each row.
 
-    Attributes:
-        title: for people, with its unit; short, because it sets the width of the column.
-        name: in CSV.
-        source: key of a metric, or the name of an attribute of Row.
-        form: format specification of the mean.
-        scale: factor from the number in CSV to the one for people.
-        exponent_from: numbers this large are written with an exponent, so that the column stays narrow.
-        has_spread: the number varies from seed to seed, as ratios of means and counts of bytes do not.
+    `title` is for people, with its unit, and sets the width; `name` is that of CSV; `source` is the key of a metric or
+    an attribute of Row. The mean, times `scale` for people, has the format `form`, with an exponent from
+    `exponent_from` on. `has_spread`: it varies from seed to seed, as ratios of means and counts of bytes do not.
     """
 
     title: str
@@ -115,11 +110,7 @@ CSV_WORDS: dict[str, Callable[[Row], str]] = {
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Returns each row's texts for people, by the titles of their columns, as `visible` makes them.
-
-    Columns that are zero or unknown in every row are left out, and devices where no row has several. If there are
-    several resident runs, one column names the run that each row is compared with.
-    """
+    """Returns each row's visible texts by the titles of their columns, without those that say nothing in any row."""
     several = len({id(row.reference) for row in rows if row.reference}) > 1
     columns = [column for column in COLUMNS if any(s.mean != 0 for row in rows if (s := column.statistic(row)))]
     if all((row.devices or 1) == 1 for row in rows):
@@ -209,14 +200,10 @@ def to_latex(rows: Sequence[Row]) -> str:
     """Returns the table as a LaTeX tabular, for the package booktabs."""
     texts = [{"run": row.name, **text} for row, text in zip(rows, cells(rows), strict=True)]
     columns = "".join("l" if column in ("run", *WORDS) else "r" for column in texts[0])
-    head, *lines = [" & ".join(map(_latex, line)) + r" \\" for line in (texts[0], *(text.values() for text in texts))]
+    rows_of_cells = (texts[0], *(text.values() for text in texts))
+    head, *lines = [" & ".join(cell.translate(LATEX) for cell in line) + r" \\" for line in rows_of_cells]
     begin = ["% \\usepackage{booktabs}", f"\\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule"]
     return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _latex(text: str) -> str:
-    """Escapes the text, so that LaTeX shows it as it is."""
-    return "".join(LATEX.get(character, character) for character in text)
 
 
 def _header_width(title: str) -> int:

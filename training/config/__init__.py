@@ -1,4 +1,1 @@
-"""The configuration: types, ranges, rules, help, and the objects that options describe.
-
-Read `schema` first, then `validation`. `modes` finds the offload modes, `construct` makes them.
-"""
+"""The configuration: types, ranges, rules, help. Read `schema` first, then `validation`, `modes` and `construct`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from training.config.declare import Built, number
+from training.config.declare import Built, number, renamed
 
 
 @dataclass
@@ -40,17 +40,12 @@ class LoraAdapter(Built):
     weights: str | None = MISSING
 
 
-@dataclass
-class DoraAdapter(LoraAdapter):
-    _target_: str = "models.adapters.Dora"
-
-
-@dataclass
-class RsLoraAdapter(LoraAdapter):
-    _target_: str = "models.adapters.RsLora"
-
-
-OPTIONS = {"none": NoAdapter, "lora": LoraAdapter, "dora": DoraAdapter, "rslora": RsLoraAdapter}
+OPTIONS = {
+    "none": NoAdapter,
+    "lora": LoraAdapter,
+    "dora": renamed(LoraAdapter, "models.adapters.Dora"),
+    "rslora": renamed(LoraAdapter, "models.adapters.RsLora"),
+}
 
 
 def has_adapter(config: DictConfig) -> bool:

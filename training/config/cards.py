@@ -1,7 +1,5 @@
 """GPUs to plan for on any machine: the options of `hardware` beside those of its folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MEASURED = "preset, measured"

@@ -3,8 +3,6 @@
 A class checks its own knobs and names them alone in its errors; here the path of the key comes before the name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,27 +27,20 @@ def keys_under(path: str) -> Iterator[None]:
 
 
 def make_mode(config: DictConfig, key: str = "offload") -> Mode:
-    """Makes the mode that `config`, found under `key`, describes, and the mode of its weights, where it has one.
-
-    Raises UserError naming the whole key for a value that does not fit.
-    """
+    """Makes the mode of `config`, found under `key`, and that of its weights. Raises UserError naming the whole key."""
     weights = {"weights": make_mode(config.weights, f"{key}.weights")} if "weights" in config else {}
     return construct(config, key, **weights)
 
 
 def check_optimizer(config: DictConfig) -> None:
-    """Makes the optimizer that `config` describes for a parameter without memory.
-
-    Raises UserError naming the whole key for a value that does not fit.
-    """
+    """Makes the optimizer of `config` for a parameter without memory. Raises UserError naming the whole key."""
     # The class has defaults for what is chosen later.
     known = OmegaConf.create({key: value for key, value in config.items() if value != AUTO})
     construct(known, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
 
 
 def construct(config: DictConfig, key: str, **given: Any) -> Any:
-    """Makes the object that `config`, found under `key`, describes. Raises UserError naming the whole key for a value
-    that does not fit."""
+    """Makes the object that `config`, found under `key`, describes. Raises UserError naming the whole key."""
     values = OmegaConf.to_container(config, resolve=True)
     knobs = {name: value for name, value in values.items() if not name.startswith("_")}
     if knobs.get("resident") == AUTO:

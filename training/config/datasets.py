@@ -1,14 +1,12 @@
 """The keys of datasets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from training.config.declare import Built, number
+from training.config.declare import Built, number, renamed
 from training.errors import UserError
 
 
@@ -55,11 +53,6 @@ class Chats(OfMessages):
 
 
 @dataclass
-class Preferences(OfMessages):
-    _target_: str = "training.data.chats.preferences.Preferences"
-
-
-@dataclass
 class Text(Built):
     """The keys of every dataset of text; the builder adds seed, seq_len and batch_size."""
 
@@ -68,11 +61,6 @@ class Text(Built):
     end: str | None = MISSING
     max_tokens: int | None = number(at_least=1)
     eval_share: float = number(at_least=0, at_most=0.5)
-
-
-@dataclass
-class StdlibText(Text):
-    _target_: str = "training.data.datasets.StdlibText"
 
 
 @dataclass
@@ -179,11 +167,11 @@ class Glyphs(Built):
 
 
 DATASETS = {
-    "stdlib": StdlibText,
+    "stdlib": renamed(Text, "training.data.datasets.StdlibText"),
     "text": TextFiles,
     "hub": HubText,
     "chat": Chats,
-    "preferences": Preferences,
+    "preferences": renamed(OfMessages, "training.data.chats.preferences.Preferences"),
     "synthetic": SyntheticTokens,
     "glyphs": Glyphs,
     "images": ImageFolder,

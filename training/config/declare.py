@@ -3,8 +3,6 @@
 A key may be `auto`: then a run chooses its value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Iterator
@@ -43,11 +41,15 @@ class Built:
     _convert_: str = "all"
 
 
-def schema_of(target: type, given: frozenset[str] = frozenset(), or_auto: frozenset[str] = frozenset()) -> type:
-    """Makes the dataclass of a class: a key for each argument, with its type and default.
+def renamed(base: type, target: str) -> type:
+    """Makes the dataclass of an option with the keys of `base`, and another class for `_target_`."""
+    return dataclasses.make_dataclass(target.rpartition(".")[2], [("_target_", str, target)], bases=(base,))
 
-    Arguments that code gives (`given`) are left out. Those of `or_auto` are numbers that may be auto. A choice of words
-    is a string, which the class itself checks. The mode of the weights is an option of its own.
+
+def schema_of(target: type, given: frozenset[str] = frozenset(), or_auto: frozenset[str] = frozenset()) -> type:
+    """Makes the dataclass of a class: a key for each argument that is not `given` by code, with type and default.
+
+    Those of `or_auto` are numbers or auto. A choice of words is a string, which the class itself checks.
     """
     keys = [
         (

@@ -1,12 +1,8 @@
 """The folder conf/, and the offload modes in it: every file of conf/offload is one, by the class that it names.
 
-Those of the package `peers` are other systems, to compare with, and options of the group all the same.
-
-The knobs of a mode are the fields of its class. So a new mode is one file in offload/modes and one in conf/offload:
-its configuration, the help page, the benchmarks, the sweep over all modes and the table of docs/modes.md find it here.
+Those of the package `peers` are other systems, to compare with. The knobs of a mode are the fields of its class, so a
+new one is a file in offload/modes and one in conf/offload: help, benchmarks, sweeps and docs/modes.md find it here.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
@@ -25,10 +21,7 @@ PEERS = "peers."
 
 @dataclass(frozen=True)
 class ModeOption:
-    """One option of the group `offload`, described by the comment that its file begins with.
-
-    `target` is the import path of its class, None where it takes its class from another option.
-    """
+    """An option of `offload`, with the comment that begins its file, and its class (None: that of another option)."""
 
     name: str
     description: str

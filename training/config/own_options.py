@@ -4,8 +4,6 @@ DIR/dataset/NAME.yaml is written as a file of conf/dataset is, and names a class
 is named by the command line alone, and never by a configuration that somebody sent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from training.config.schema import SCHEMAS
 from training.errors import UserError, first_line
 
 GROUPS = ("model", "dataset", "task")
-# Arguments that the program gives (`training.data.building`).
+# Arguments that the program gives (`training.data.datasets`).
 GIVEN = frozenset({"seed", "batch_size", "seq_len", "cache_dir"})
 
 

@@ -3,9 +3,8 @@
 Options have `auto` for them, so that whatever else gives the key a value wins. `training.settle` counts the parameters.
 """
 
-from __future__ import annotations
-
 import math
+from typing import Self
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -38,26 +37,20 @@ RECOMPUTE_FROM = 500e6
 
 
 class Choice(str):
-    """A value that nobody gave, and why it is this one, as a line for people.
-
-    `value` and `brief` are for a plan in few lines: the value alone, and its reason in a word or two.
-    """
+    """A value that nobody gave, and why, as a line; `value` and `brief` (the reason in a word) are for short plans."""
 
     value: str
     brief: str
 
     @classmethod
-    def of(cls, value: object, why: str, brief: str) -> Choice:
+    def of(cls, value: object, why: str, brief: str) -> Self:
         found = cls(f"{value}, because {why}")
         found.value, found.brief = str(value), brief
         return found
 
 
 def suit(config: DictConfig, parameters: int, *, is_text: bool, positions: int | None) -> dict[str, str]:
-    """Writes into `config` the values that are `auto`, of a model with so many `parameters` and at most `positions`.
-
-    Returns the reasons by key; what a small model from the seed has needs none.
-    """
+    """Writes the values that are `auto` into `config`, and returns the reasons by key; a small model needs none."""
     loaded, adapter, small = config.model.weights is not None, has_adapter(config), parameters < SMALL
     kind = "text" if is_text else "images"
     task = str(config.task._target_).rpartition(".")[2]

@@ -2,13 +2,11 @@
 
 YAML under conf/ has the values; the dataclasses here have the possible values. Hydra merges every option into its
 dataclass, so that an unknown key, a wrong type or a wrong choice is refused while composing, in overlays too.
-`training.config.validation` checks what types cannot express.
-
-Offload modes and optimizers declare their keys themselves, as the arguments of their classes, with types and defaults.
-Their dataclasses are made from these (`training.config.declare.schema_of`).
+`validation` checks what types cannot express. The dataclasses of modes, tasks and optimizers are made of the arguments
+of their classes (`declare.schema_of`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
 from training.config.adapter import has_adapter
 from training.config.cards import PRESETS
 from training.config.datasets import DATASETS
-from training.config.declare import Built, number, schema_of
+from training.config.declare import Built, number, renamed, schema_of
 from training.config.modes import all_options
 from training.optim import AdamW
 
@@ -30,10 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Precision(StrEnum):
-    """bf16: weights and compute in bfloat16, with float32 master weights in the optimizer. fp32: all in float32.
-
-    auto: bf16 on a GPU that computes in it, else fp32.
-    """
+    """bf16: bfloat16, float32 masters in the optimizer; fp32: all in float32; auto: bf16 on a GPU that has it."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -90,11 +85,6 @@ class HuggingFace(OfLibrary):
 
 
 @dataclass
-class Diffusers(OfLibrary):
-    _target_: str = "models.diffusion.build_diffusion"
-
-
-@dataclass
 class Pipeline(OfLibrary):
     _target_: str = "models.pipelines.model.build_pipeline"
 
@@ -109,11 +99,6 @@ class ConstantSchedule(Built):
 class LinearSchedule(ConstantSchedule):
     _target_: str = "training.optim.linear"
     final: float = number(at_least=0)
-
-
-@dataclass
-class CosineSchedule(LinearSchedule):
-    _target_: str = "training.optim.cosine"
 
 
 @dataclass
@@ -138,16 +123,6 @@ class Quantize:
 
 
 @dataclass
-class QuantizeInt8(Quantize):
-    pass
-
-
-@dataclass
-class QuantizeFloat8(Quantize):
-    pass
-
-
-@dataclass
 class QuantizeInt4(Quantize):
     group: int = number(at_least=2)
 
@@ -167,10 +142,7 @@ class Tracking:
 
 
 class Homes(StrEnum):
-    """own: each rank has its own copy of all weights and states. shared: ranks of a host have one of what streams.
-
-    auto: shared where each host has as many ranks, else own.
-    """
+    """own: each rank has all; shared: a host's ranks have one of what streams; auto: shared where hosts are alike."""
 
     auto = "auto"
     own = "own"
@@ -179,11 +151,7 @@ class Homes(StrEnum):
 
 @dataclass
 class Parallel:
-    """The keys of a run on several devices.
-
-    `homes`: what offload modes keep in host memory is there once for each rank, or once on a host. `hosts`: over how
-    many the ranks are spread, evenly. `timeout_s`: seconds after which a rank that does not answer counts as hung.
-    """
+    """A run on several devices: who has the homes, over how many hosts ranks are spread, when one counts as hung."""
 
     homes: Homes = MISSING
     hosts: int = number(at_least=1, at_most=64)
@@ -192,10 +160,7 @@ class Parallel:
 
 @dataclass
 class Checkpointing:
-    """Steps after which a run saves itself. `on_signal` null: on a signal too, if `every` is set or after a minute.
-
-    `best`: a metric of an evaluation, after which it does so too if that is the best so far.
-    """
+    """When a run saves itself: `on_signal` null means if `every` is set or after a minute; `best` after evaluations."""
 
     every: int | None = number(at_least=1)
     keep: int = number(at_least=1)
@@ -284,8 +249,8 @@ TASKS = {
 }
 QUANTIZE = {
     "none": NoQuantize,
-    "int8": QuantizeInt8,
-    "float8": QuantizeFloat8,
+    "int8": make_dataclass("QuantizeInt8", (), bases=(Quantize,)),
+    "float8": make_dataclass("QuantizeFloat8", (), bases=(Quantize,)),
     "int4": QuantizeInt4,
     "nf4": QuantizeNf4,
 }
@@ -293,12 +258,21 @@ OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 RATES = frozenset({"lr", "weight_decay"})
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in all_options().items() if option.target},
-    "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers, "pipeline": Pipeline},
+    "model": {
+        "llama": Llama,
+        "hf": HuggingFace,
+        "diffusers": renamed(OfLibrary, "models.diffusion.build_diffusion"),
+        "pipeline": Pipeline,
+    },
     "adapter": ADAPTER_OPTIONS,
     "dataset": DATASETS,
     "task": {name: schema_of(get_class(path)) for name, path in TASKS.items()},
     "optimizer": {name: schema_of(optimizer, frozenset({"params"}), RATES) for name, optimizer in OPTIMIZERS.items()},
-    "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
+    "schedule": {
+        "constant": ConstantSchedule,
+        "linear": LinearSchedule,
+        "cosine": renamed(LinearSchedule, "training.optim.cosine"),
+    },
     "recompute": dict.fromkeys(("auto", "none", "block"), Recompute),
     "quantize": QUANTIZE,
     "tracking": {"wandb": Tracking},

@@ -48,11 +48,10 @@ HERE = {
 
 
 def unknown_key(key: str, known: Iterable[str] | Mapping[str, Any]) -> str:
-    """Returns one line about a key that does not exist: those probably meant, and those that exist beside it.
+    """Returns one line about a key that does not exist: what was probably meant, and those that exist beside it.
 
-    A name of another program has what to write here instead. `known` are the names beside it. If they are a node of the
-    configuration, a key of that name further down in it is probably meant too. Where another option of the group has
-    the key, these options are named.
+    `known` are the names beside it, or a node, of which keys further down are looked at. A name of another program has
+    what to write here; options of the group that have the key are named.
     """
     parent, _, name = key.rpartition(".")
     if name in HERE:

@@ -36,12 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 def check(config: DictConfig) -> None:
-    """Refuses mistakes that types cannot find, before anything is built.
-
-    Raises UserError naming the key, its value and what to do. Modes and optimizers check their own keys: they are made
-    once for nothing.
-    """
-    _check_references(config)
+    """Raises UserError for mistakes that types cannot find, before anything is built. Modes check their own keys."""
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).partition(chr(10))[0]}") from error
     for group, options in SCHEMAS.items():
         _check_option(config, group, group, options)
     if "weights" in config.offload:
@@ -74,18 +73,8 @@ def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictC
             yield from _sections(config[name], f"{prefix}{name}.")
 
 
-def _check_references(config: DictConfig) -> None:
-    try:
-        OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).partition(chr(10))[0]}") from error
-
-
 def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str, type]) -> None:
-    """Refuses `parent.name`, called `key`, where it is not one of the options, or names another class than they do.
-
-    So nothing in a configuration can name code to be called.
-    """
+    """Refuses what is no option or names another class: so nothing in a configuration can name code to be called."""
     choose = f"choose an option with {key if key == name else f'offload@{key}'}=OPTION; --help lists them"
     node = None if OmegaConf.is_missing(parent, name) else parent.get(name)
     schema = OmegaConf.get_type(node) if OmegaConf.is_dict(node) else None
@@ -187,10 +176,7 @@ def _check_llama(model: DictConfig) -> None:
 
 
 def warn_of_keys_without_effect(config: DictConfig, given: Collection[str]) -> None:
-    """Warns of each key of `given`, those of the command line, that does nothing in `config`.
-
-    They are not refused: a sweep may turn off what they belong to.
-    """
+    """Warns of each `given` key that does nothing; not refused, because a sweep may turn off what it belongs to."""
     for key, (switch, off, value) in TURNED_ON_BY.items():
         if key in given and OmegaConf.select(config, switch) == off:
             logger.warning("%s has no effect without %s=%s", key, switch, value)

@@ -15,20 +15,24 @@ All take `seed` and `batch_size`, those of text `seq_len`, and those with `reads
 Hub's client writes; None uses a temporary folder, which is removed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig
+from torch import nn
 
 from training.config.declare import AUTO
-from training.data.corpus import is_text, read_stdlib
 from training.data.examples import RandomBatches
 from training.data.hub_rows import HubStream
-from training.data.local_files import find_files, read_files
+from training.data.local_files import find_files, is_text, read_files, read_stdlib
 from training.data.packing import PackedTokens, blocks_of, concatenate, limit_tokens, random_words, tokenise
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
+from training.runs.files import DATASETS_FOLDER
 
 __all__ = ["HubText", "StdlibText", "SyntheticTokens", "TextFiles"]
 
@@ -36,15 +40,8 @@ __all__ = ["HubText", "StdlibText", "SyntheticTokens", "TextFiles"]
 class StdlibText(PackedTokens):
     """The source files of the running Python's standard library: 11 MB of real text that every machine has.
 
-    The text depends on the Python release: 3.11 and 3.12 train on different batches.
-
-    Args:
-        tokenizer: a tokenizer.json, a folder or a model of the Hub with one; None for bytes.
-        begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
-        max_tokens: the number of tokens to use, in the order of paths; None for all.
-        packing: further arguments of PackedTokens: seed, seq_len, batch_size, eval_share.
-
-    Raises UserError if this Python has no source files, or `max_tokens` is below one block.
+    The text depends on the Python release: 3.11 and 3.12 train on different batches. conf/dataset/stdlib.yaml explains
+    the keys. Raises UserError if this Python has no source files, or `max_tokens` is below one block.
     """
 
     def __init__(
@@ -64,16 +61,7 @@ class StdlibText(PackedTokens):
 class TextFiles(PackedTokens):
     """Local .txt, .jsonl, .json and .parquet files, kept in memory as tokens (two or four bytes each).
 
-    Args:
-        files: paths and glob patterns, relative to the current folder.
-        text_column: the column that contains the text, in files with columns.
-        tokenizer: a tokenizer.json, a folder or a model of the Hub with one; None for bytes.
-        begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
-        max_tokens: the number of tokens to use, in the order of `files`; what follows is not read. None for all.
-        eval_files: paths and patterns of other files to evaluate on.
-        packing: further arguments of PackedTokens: seed, seq_len, batch_size, and eval_share, for without `eval_files`.
-
-    Raises UserError if a file is missing or unreadable, or there is too little text; see training.data.corpus.
+    conf/dataset/text.yaml explains the keys. Raises UserError if a file is missing or unreadable, or too short.
     """
 
     def __init__(
@@ -100,19 +88,12 @@ class TextFiles(PackedTokens):
 
 
 class SyntheticTokens(RandomBatches):
-    """Uniformly random tokens, new ones in every batch: for measuring speed. The loss means nothing.
-
-    Args:
-        vocab_size: all ids are below this.
-
-    Raises UserError if vocab_size is below 1.
-    """
+    """Random tokens, new ones in every batch, to measure speed. Raises UserError for a vocab_size below 1."""
 
     def __init__(self, vocab_size: int = 256, *, seed: int, seq_len: int, batch_size: int):
         if vocab_size < 1:
             raise UserError(f"dataset.vocab_size={vocab_size}: must be at least 1")
-        self.vocab_size = vocab_size
-        self._seed = seed
+        self.vocab_size, self._seed = vocab_size, seed
         self._shape = (batch_size, seq_len + 1)
 
     def _drawn(self, *key: int) -> torch.Tensor:
@@ -122,14 +103,7 @@ class SyntheticTokens(RandomBatches):
 
 
 class HubText(HubStream):
-    """Streams text, as `HubStream` does. Args that it has not:
-
-    Args:
-        text_column: the column that contains the text.
-        tokenizer: a tokenizer.json, a folder or a model of the Hub with one; None for bytes.
-        begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
-        max_tokens: tokens in an epoch, counted from its shuffled start; None for all.
-    """
+    """Streams text, as `HubStream` does; conf/dataset/hub.yaml explains the keys."""
 
     otherwise = "or train on local files with dataset=text dataset.files=PATH"
 
@@ -151,17 +125,13 @@ class HubText(HubStream):
         super().__init__(name, {"text_column": text_column}, **stream)
 
     def batch(self, index: int) -> torch.Tensor:
-        """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU.
-
-        Raises UserError if the text can no longer be read, or there is none.
-        """
+        """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU. Raises UserError without text."""
         return blocks_of(self._part_of(index).astype(np.int64), range(self._batch_size), self._seq_len)
 
     def eval_batches(self, count: int) -> list[torch.Tensor]:
         """Returns up to `count` batches of the held-out text, as it is stored: int64 [batch_size, seq_len + 1].
 
-        Reads from the beginning until there is enough. The last batch is smaller where there is too little; the list is
-        empty where there is none. Raises UserError as `batch` does, and for an unknown `eval_split`.
+        The last is smaller where there is too little. Raises UserError as `batch`, and for an unknown `eval_split`.
         """
         # One by one: more than needed would be read to fill a group.
         arrays = (array for document in self._held_out() for array in tokenise([document], self._tokenizer))
@@ -198,3 +168,31 @@ class HubText(HubStream):
         if not is_text(text, self._text_column, self._name):
             return None
         return text.encode("utf-8", errors="replace"), (text, True)
+
+
+def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
+    """Makes the dataset of `config`; its cache goes under `run_dir`. Random tokens and conditions fit `model`."""
+    made = get_class(config.dataset._target_)
+    sizes = {"seed": config.seed, "batch_size": config.batch_size}
+    if not hasattr(made, "meta_batch"):
+        sizes["seq_len"] = config.seq_len
+    if getattr(made, "reads_hub", False):
+        sizes["cache_dir"] = run_dir / DATASETS_FOLDER
+    if "vocab_size" in config.dataset and config.dataset.vocab_size is None:
+        if not hasattr(model, "vocab_size"):
+            raise UserError(
+                f"dataset.vocab_size=null: {type(model).__name__} has no vocabulary: choose a dataset of images, and"
+                " task=flow_matching or classification"
+            )
+        sizes["vocab_size"] = model.vocab_size
+    return instantiate(config.dataset, **sizes)
+
+
+def has_facts(config: DictConfig) -> bool:
+    """Tells whether the dataset of `config` has something to say of its data, for which a plan reads them."""
+    return hasattr(get_class(config.dataset._target_), "facts")
+
+
+def facts_of(dataset: object) -> Mapping[str, str]:
+    """Returns what a dataset has to say of its data, by label; nothing where it has no `facts`."""
+    return dataset.facts() if hasattr(dataset, "facts") else {}

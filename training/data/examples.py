@@ -14,20 +14,10 @@ EVALUATION = 1
 
 
 class NumberedExamples(ABC):
-    """Batches of examples with the numbers 0 to `count` - 1. Each epoch has them in a new order.
+    """Batches of examples with the numbers 0 to `count` - 1. Each epoch has them in a new order, which `seed` decides.
 
-    The last `eval_share` of the numbers are held out: no batch has them. A subclass makes the tensors of given numbers.
-
-    Args:
-        count: all examples.
-        seed: decides the order.
-        batch_size: examples in a batch.
-        eval_share: at least 0, at most 0.5.
-
-    Attributes:
-        num_blocks: examples in an epoch.
-
-    Raises UserError if there is no example, or `eval_share` is out of range.
+    No batch has the last `eval_share` of the numbers, which are held out; an epoch has `num_blocks`. A subclass makes
+    the tensors of given numbers. Raises UserError if there is no example, or `eval_share` is not from 0 to 0.5.
     """
 
     def __init__(self, count: int, *, seed: int, batch_size: int, eval_share: float = 0.0):
@@ -35,16 +25,11 @@ class NumberedExamples(ABC):
         self.num_blocks = count - int(count * eval_share)
         if self.num_blocks < 1:
             raise UserError(f"dataset: {count} examples; give at least one")
-        self._count = count
-        self._seed = seed
-        self._batch_size = batch_size
+        self._count, self._seed, self._batch_size = count, seed, batch_size
 
     @abstractmethod
     def examples(self, numbers: Sequence[int], epochs: Sequence[int]) -> dict[str, Tensor]:
-        """Returns the tensors of these examples on the CPU: a pure function of numbers and epochs.
-
-        `epochs` has the epoch of each, for variations that change from epoch to epoch; held-out examples have -1.
-        """
+        """Returns the tensors of these examples on the CPU: a pure function of numbers and epochs (held out: -1)."""
 
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU. Earlier calls do not change it."""

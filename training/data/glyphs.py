@@ -17,23 +17,11 @@ from training.errors import UserError
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 # The fonts of text among those that matplotlib ships; the others have symbols only.
 FONTS = (
-    "DejaVuSans.ttf",
-    "DejaVuSans-Bold.ttf",
-    "DejaVuSans-Oblique.ttf",
-    "DejaVuSans-BoldOblique.ttf",
-    "DejaVuSansMono.ttf",
-    "DejaVuSansMono-Bold.ttf",
-    "DejaVuSerif.ttf",
-    "DejaVuSerif-Bold.ttf",
-    "DejaVuSerif-Italic.ttf",
-    "STIXGeneral.ttf",
-    "STIXGeneralBol.ttf",
-    "STIXGeneralItalic.ttf",
-    "cmr10.ttf",
-    "cmss10.ttf",
-    "cmtt10.ttf",
-    "cmb10.ttf",
-)
+    "DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSans-Oblique.ttf", "DejaVuSans-BoldOblique.ttf",
+    "DejaVuSansMono.ttf", "DejaVuSansMono-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSerif-Bold.ttf",
+    "DejaVuSerif-Italic.ttf", "STIXGeneral.ttf", "STIXGeneralBol.ttf", "STIXGeneralItalic.ttf", "cmr10.ttf",
+    "cmss10.ttf", "cmtt10.ttf", "cmb10.ttf",
+)  # fmt: skip
 # The factor by which letters are drawn larger before they are reduced, which smooths the edges.
 OVERSAMPLING = 2
 # Shares of the image: the height of a font's line, and the largest changes.
@@ -48,18 +36,8 @@ class Glyphs(NumberedExamples):
     """Characters in the fonts that matplotlib ships, each centred and then varied in size, place and rotation.
 
     Example k is the same for every seed, which decides the order alone. A batch has `images`, float32
-    [B, 1, size, size] from -1 (paper) to 1 (ink), and with labels `labels`, int64 [B], the places in `characters`.
-
-    Args:
-        characters: the classes.
-        size: height and width of an image in pixels.
-        count: examples, those that are held out included.
-        variation: how strongly size, place and rotation vary: 0 for not at all, 1 for readable letters.
-        labels: False leaves the labels out, for models without.
-        eval_share: the share of the examples, the last ones, that is held out for evaluation.
-
-    Attributes:
-        num_classes: the number of characters; None without labels.
+    [B, 1, size, size] from -1 (paper) to 1 (ink), and with labels `labels`, int64 [B], the places in `characters`, of
+    which there are `num_classes`. conf/dataset/glyphs.yaml explains the keys.
 
     Raises UserError if a value is out of range, or a font cannot draw a character.
     """
@@ -84,9 +62,7 @@ class Glyphs(NumberedExamples):
             raise UserError(f"dataset.variation={variation}: must be at least 0 and at most 4")
         super().__init__(count, seed=seed, batch_size=batch_size, eval_share=eval_share)
         self.num_classes = len(characters) if labels else None
-        self._characters = characters
-        self._size = size
-        self._variation = variation
+        self._characters, self._size, self._variation = characters, size, variation
         # Asked once for all: a box in place of a letter would be learnt as that letter.
         for font in FONTS:
             _check_has(font, characters)

@@ -1,12 +1,10 @@
 """Models on the Hugging Face Hub: names, downloads, and requests whose failures are explained in a line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from training.errors import UserError, first_line
 
@@ -24,7 +22,7 @@ class HubName(NamedTuple):
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
     @classmethod
-    def of(cls, given: str) -> HubName | None:
+    def of(cls, given: str) -> Self | None:
         """Reads OWNER/NAME or OWNER/NAME@REVISION; None for anything else. A path of two parts looks the same."""
         found = re.fullmatch(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w][\w./-]*))?", given)
         return found and cls(*found.groups())
@@ -48,10 +46,7 @@ class HubName(NamedTuple):
         return UserError(f"{self._given(key)}: that model has no {what}")
 
     def folder(self, key: str, patterns: list[str], **options: Any) -> Path:
-        """Returns the client's folder with the files that match, which it downloads if they are not there.
-
-        `options` are further arguments of `snapshot_download`. Raises UserError if the download fails.
-        """
+        """Returns the client's folder of matching files, downloaded if need be. Raises UserError if that fails."""
         try:
             return self._snapshot(patterns, **options)
         except Exception as error:  # the client's errors have no common base class
@@ -74,22 +69,21 @@ class HubName(NamedTuple):
         return Path(snapshot_download(self.name, revision=self.revision, allow_patterns=patterns, **options))
 
 
+def ask_for_dataset(name: str, revision: str | None, otherwise: str) -> None:
+    """Raises UserError if the Hub does not answer, or has no dataset of this name and revision; see `ask_hub`."""
+    from huggingface_hub import HfApi
+
+    given = f"dataset.name={name}" + (f" dataset.revision={revision}" if revision else "")
+    ask_hub(partial(HfApi().dataset_info, revision=revision), name, given, "dataset", otherwise)
+
+
 def ask_hub(request: Callable[..., Any], name: str, given: str, kind: str, otherwise: str) -> Any:
     """Calls `request(name, timeout=...)` of the Hub's client and returns its answer.
 
-    Args:
-        given: the key with its value, with which a message begins.
-        kind: what `name` is the name of, such as dataset.
-        otherwise: what to do where the Hub cannot be reached.
-
-    Raises UserError if there is no network, no such repository or revision, or no permission to read it.
+    A message begins with `given`, the key with its value; `kind` is that of `name`, such as dataset; `otherwise` is
+    what to do without the Hub. Raises UserError without network, such a repository or revision, or permission.
     """
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return request(name, timeout=TIMEOUT_S)

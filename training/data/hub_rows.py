@@ -7,14 +7,13 @@ import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from training.data.corpus import check_column, import_datasets
 from training.data.examples import check_share
-from training.data.hub_client import ask_hub
+from training.data.hub_client import ask_for_dataset
+from training.data.local_files import check_column, import_datasets
 from training.errors import UserError, first_line
 
 
@@ -28,20 +27,10 @@ class HubStream(ABC):
     A split of its own (`eval_split`) is held out, or the examples whose hash is in the first `eval_share` of all
     hashes: no epoch has them, whatever the order in which it reads, nor another row with the same content.
 
-    Args:
-        name: `owner/name` on the Hub, or a local folder.
-        columns: {key: column that it names}, those that are read.
-        config_name: the dataset's configuration (subset); None where it has only one.
-        split: the name of the split.
-        revision: a commit, tag or branch; a commit keeps batches the same when the owner adds rows.
-        shuffle_buffer: the number of rows among which the next is drawn.
-        eval_split: the name of the split to evaluate on, such as validation; None takes examples of `split`.
-        eval_share: the share of the examples of `split` that is held out where `eval_split` is None, from 0 to 0.5.
-        cache_dir: a folder for the metadata that the Hub's client stores; None for a temporary one.
+    `columns` are those that are read, {key: column that it names}. conf/dataset/hub.yaml explains the other keys.
 
-    Raises:
-        UserError: within seconds, if there is no network or no such dataset, configuration, split or column. Also
-            later, if an example cannot be used, or the network fails for longer than the retries of `datasets` last.
+    Raises UserError, within seconds, if there is no network or no such dataset, configuration, split or column, and
+    later, if an example cannot be used, or the network fails for longer than the retries of `datasets` last.
     """
 
     num_blocks = None
@@ -164,21 +153,13 @@ def open_rows(
 ) -> Any:
     """Returns an iterable dataset of the library `datasets`, which stores nothing but metadata, in `folder`.
 
-    Args:
-        name: `owner/name` on the Hub, or a local folder.
-        otherwise: what to do without the Hub, for the message.
-        split_key: the key that named `split`, for the message.
-
-    Raises:
-        UserError: within seconds, if there is no network or no such dataset, configuration or split.
+    For messages are `otherwise`, what to do without the Hub, and `split_key`, which named `split`. Raises UserError,
+    within seconds, if there is no network or no such dataset, configuration or split.
     """
     datasets = import_datasets()
     if not os.path.isdir(name):
         _keep_client_files_in(folder)
-        from huggingface_hub import HfApi
-
-        given = f"dataset.name={name}" + (f" dataset.revision={revision}" if revision else "")
-        ask_hub(partial(HfApi().dataset_info, revision=revision), name, given, "dataset", otherwise)
+        ask_for_dataset(name, revision, otherwise)
     try:
         rows = datasets.load_dataset(
             name,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.data.corpus import import_datasets
 from training.data.hub_rows import HubStream
+from training.data.local_files import import_datasets
 from training.data.pictures import Square, as_images, check_ground, decoded, meta_images
 from training.errors import UserError
 
@@ -19,16 +19,7 @@ class ImageColumn(HubStream):
     five seconds.
 
     Batches are as in `training.data.images.ImageFolder`: `images`, float32 [B, 3, size, size] from -1 to 1, and
-    `labels`, int64 [B]. A picture's short side becomes `size`.
-
-    Args:
-        image_column: the column of pictures: of the type Image, or with the bytes of picture files.
-        label_column: the column of labels, whole numbers; null for none.
-        num_classes: labels are below this; null where the dataset's own type of the column tells.
-        size: height and width of an image in pixels.
-        crop: "random" takes a new square of a picture in each epoch, "centre" the middle. Those held out are "centre".
-        flip: whether half of the pictures are mirrored, others in each epoch.
-        ground: the colour behind transparent pictures, a name of CSS or "#rrggbb".
+    `labels`, int64 [B]. A picture's short side becomes `size`. conf/dataset/hub_images.yaml explains the keys.
     """
 
     otherwise = "or train on a local folder with dataset=images dataset.folder=PATH"
@@ -61,18 +52,11 @@ class ImageColumn(HubStream):
         return meta_images(rows, 3, size, size, labels=label_column is not None)
 
     def batch(self, index: int) -> dict[str, Tensor]:
-        """Returns batch `index` >= 0 on the CPU. Earlier calls do not change it.
-
-        Raises UserError if a picture or label cannot be used, the rows can no longer be read, or there are none.
-        """
+        """Returns batch `index` >= 0 on the CPU. Raises UserError if a row cannot be used, or there are none."""
         return self._batch_of(self._part_of(index))
 
     def eval_batches(self, count: int) -> list[dict[str, Tensor]]:
-        """Returns up to `count` batches of held-out pictures, as they are stored; the last may be smaller.
-
-        Reads from the beginning until there are enough. Empty where nothing is held out. Raises UserError as `batch`
-        does, and for an unknown `eval_split`.
-        """
+        """Returns up to `count` batches of what is held out, as it is stored; perhaps none. Raises as `batch`."""
         examples = [(row, None) for row in islice(self._held_out(), count * self._batch_size)]
         return [
             self._batch_of(examples[start : start + self._batch_size])
@@ -134,13 +118,12 @@ class ImageColumn(HubStream):
         return label
 
     def _batch_of(self, examples: list[tuple[dict[str, Any], tuple[int, ...] | None]]) -> dict[str, Tensor]:
-        squares = [self._square.of(self._decoded(row["image"]), variation) for row, variation in examples]
+        squares = []
+        for row, variation in examples:
+            # A picture in a column has no name; its hash finds it.
+            name = f"of {self._name} with SHA-256 {hashlib.sha256(row['image']).hexdigest()}"
+            squares.append(self._square.of(decoded(row["image"], name, self._ground), variation))
         batch = {"images": as_images(squares)}
         if self._label_column is not None:
             batch["labels"] = torch.tensor([row["label"] for row, _ in examples])
         return batch
-
-    def _decoded(self, content: bytes) -> Any:
-        # A picture in a column has no name; its hash finds it.
-        name = f"of {self._name} with SHA-256 {hashlib.sha256(content).hexdigest()}"
-        return decoded(content, name, self._ground)

@@ -24,20 +24,9 @@ class ImageFolder(NumberedExamples):
     """Pictures in a folder: one folder for each class, or without labels in any folders.
 
     A batch has `images`, float32 [B, 3, size, size] from -1 to 1, and with labels `labels`, int64 [B], the places of
-    the class folders in the order of their names. A picture is read when it is needed; its short side becomes `size`.
-    Hidden files and folders are left out, and files without an extension of pictures; links are followed.
-
-    Args:
-        folder: the folder, relative to the current one.
-        size: height and width of an image in pixels.
-        labels: whether the folders below `folder` are classes.
-        crop: "random" takes a new square of a picture in each epoch, "centre" the middle. Those held out are "centre".
-        flip: whether half of the pictures are mirrored, others in each epoch.
-        ground: the colour behind transparent pictures, a name of CSS or "#rrggbb".
-        eval_share: the share of the pictures, random ones, that is held out for evaluation.
-
-    Attributes:
-        num_classes: the number of class folders; None without labels.
+    the class folders, `num_classes`, in the order of their names. A picture is read when it is needed; its short side
+    becomes `size`. Hidden files and folders are left out, and files without an extension of pictures; links are
+    followed. conf/dataset/images.yaml explains the keys.
 
     Raises UserError if there are no pictures, or not as `labels` says; in `batch` if one cannot be used.
     """
@@ -94,10 +83,7 @@ class ImageFolder(NumberedExamples):
         return digest.hexdigest()
 
     def examples(self, numbers: Sequence[int], epochs: Sequence[int]) -> dict[str, Tensor]:
-        """Returns `images`, and `labels` if there are any. Each depends on seed, picture and epoch.
-
-        Raises UserError naming a picture that cannot be used.
-        """
+        """Returns `images` and `labels`, functions of seed, picture and epoch. Raises UserError for a bad picture."""
         files = [self._files[self._order[number]] for number in numbers]
         squares = [
             self._square.of(decoded(path, str(path), self._ground), None if epoch < 0 else (self._seed, number, epoch))
@@ -123,12 +109,7 @@ def _folders_in(root: Path) -> set[str]:
 
 
 def files_below(root: Path, endings: tuple[str, ...] = EXTENSIONS) -> list[str]:
-    """Returns the paths of all files below `root` with these endings, relative and with slashes, sorted.
-
-    Links to folders are followed; hidden files and folders are left out.
-
-    Raises UserError for a folder that cannot be read, whose pictures would be missing in silence.
-    """
+    """Returns the files below `root` with these endings, sorted, relative, without hidden ones. Raises UserError."""
     found = []
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_unreadable):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and not _leads_back(folder, name)]

@@ -27,17 +27,9 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 # What published models have beside tokenizer.json.
 BESIDE = (
-    CONFIG_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    TEMPLATE_FILE,
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
+    CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
+)  # fmt: skip
 # Templates of chats for other uses have files in a folder of their own.
 TEMPLATES = "additional_chat_templates"
 # transformers chooses the class of a tokenizer by the model's type, which is in config.json.
@@ -46,14 +38,8 @@ PATTERNS = [TOKENIZER_FILE, *BESIDE, f"{TEMPLATES}/*.jinja", "config.json"]
 MAKING = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 # In this order: Llama 3; GPT-2 and Qwen; Llama 2 and Mistral; Gemma; DeepSeek; two that are common elsewhere.
 END_OF_TEXT_NAMES = (
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "</s>",
-    "<eos>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<|eos|>",
-    "[EOS]",
-)
+    "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|eos|>", "[EOS]",
+)  # fmt: skip
 # A text that every tokenizer has tokens for, to see what is put around it.
 TEXT = "a"
 ADVICE = (
@@ -62,20 +48,12 @@ ADVICE = (
 
 
 class LibraryTokenizer:
-    """A tokenizer of the library tokenizers.
+    """A tokenizer of the library tokenizers, whose truncation, padding and BPE dropout are switched off.
 
-    Args:
-        given: the value of dataset.tokenizer, for messages.
-        tokenizer: truncation, padding and the dropout of BPE are switched off in it.
-        end_of_text: the text of the token that ends a text. None: the first of END_OF_TEXT_NAMES that it has, or what
-            its post-processor puts at the end.
-        pretrained: transformers' tokenizer that has `tokenizer` inside; None: one is made where it is needed.
-        special, template: texts of special tokens by their names, and a template of chats, for the one that is made.
-
-    Attributes:
-        begin, end: ids around each document: those that the post-processor puts there, and where it puts nothing at
-            the end, the end of text.
-        stops: ids that end a generated text.
+    The first of END_OF_TEXT_NAMES that it has ends a text, or what its post-processor puts there, unless `end_of_text`
+    names another. `begin` and `end` are the ids that the post-processor puts around a document, or the end of text;
+    `stops` end a generated text. `pretrained` is transformers' tokenizer with the same ids; where None is given, one is
+    made with the texts of `special` tokens by name and the `template` of chats.
 
     Raises UserError if it has no token that ends a text; later if a text cannot be encoded.
     """
@@ -172,11 +150,7 @@ def refusing(before: str, advice: str = ADVICE) -> Iterator[None]:
 
 
 def of_file(given: str, path: Path) -> LibraryTokenizer:
-    """Reads a JSON file of the library tokenizers.
-
-    The special tokens and the template of chats are those of a tokenizer_config.json beside it. Raises UserError if it
-    is no such file.
-    """
+    """Reads a file of the library tokenizers, and tokenizer_config.json beside it. Raises UserError for others."""
     from tokenizers import Tokenizer
 
     with refusing(f"{KEY}={given}: not a Hugging Face tokenizers JSON file"):
@@ -187,19 +161,12 @@ def of_file(given: str, path: Path) -> LibraryTokenizer:
     template = path.parent / TEMPLATE_FILE
     text = template.read_text() if template.is_file() else values.get("chat_template")
     return LibraryTokenizer(
-        given,
-        tokenizer,
-        special.get("eos_token"),
-        special=known,
-        template=text if isinstance(text, str) else None,
+        given, tokenizer, special.get("eos_token"), special=known, template=text if isinstance(text, str) else None
     )
 
 
 def of_folder(given: str, folder: Path) -> LibraryTokenizer:
-    """Reads the tokenizer of a model's folder as transformers' AutoTokenizer does, without code of others.
-
-    Raises UserError if there is none, or none that is fast.
-    """
+    """Reads a folder's tokenizer as AutoTokenizer does, without foreign code. Raises UserError for no fast one."""
     if not has_tokenizer(folder):
         raise UserError(f"{KEY}={given}: the folder has no {TOKENIZER_FILE}: {ADVICE}")
     from transformers import AutoTokenizer
@@ -245,10 +212,7 @@ def cached_folder(hub: HubName) -> Path | None:
 
 
 def fetched_folder(hub: HubName) -> Path:
-    """Returns the folder with the tokenizer of a model on the Hub, which is downloaded unless it is in the cache.
-
-    Raises UserError for a name that the Hub does not know, for a model without a tokenizer, or without network.
-    """
+    """Returns the folder of the tokenizer of a model on the Hub, downloaded if need be. Raises UserError for none."""
     if (folder := cached_folder(hub)) is not None:
         return folder
     from training.metrics.progress import phase

@@ -1,4 +1,4 @@
-"""Reads local text files as pairs (text, document_ends), in memory that does not grow with the files.
+"""Reads local text, files or the sources of the standard library, as pairs (text, document_ends), in little memory.
 
 `document_ends` is True for the last piece of a document: a document of more than PIECE_CHARACTERS comes in pieces, and
 is tokenised piece by piece. Reading takes at most three times the bytes of the longest line (.jsonl), of the longest
@@ -7,11 +7,14 @@ value and its neighbours up to BATCH_BYTES (.parquet), or of the whole file (.js
 
 import glob
 import json
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from training.data.corpus import check_column, is_text
 from training.errors import UserError, first_line
 from training.runs.files import home_expanded
 
@@ -19,6 +22,10 @@ ROWS_PER_READ = 1000
 PIECE_CHARACTERS = 1 << 22
 BATCH_BYTES = 1 << 24
 LONGEST_JSON_BYTES = 1 << 30
+# Tests contain broken sources on purpose and are mostly tables. The other folders are not part of the library.
+NOT_STDLIB_SOURCE = frozenset(
+    {"__pycache__", "dist-packages", "idle_test", "lib2to3", "site-packages", "test", "tests"}
+)
 
 Pieces = Iterator[tuple[str, bool]]
 Rows = Iterator[tuple[str, dict[str, Any]]]
@@ -32,9 +39,7 @@ def find_files(
 ) -> list[Path]:
     """Resolves paths and glob patterns (`**` is recursive) to files: each file once, each pattern's matches sorted.
 
-    `key` gave the patterns, for messages.
-
-    Raises UserError if no pattern is given, a pattern matches no file, a path is a folder, or has none of `extensions`.
+    Raises UserError, naming `key`, for no pattern, no file, a folder, or an ending other than `extensions`.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns or [])
     if not patterns or not all(patterns):
@@ -65,13 +70,7 @@ def _matching_files(pattern: str, key: str, extensions: Sequence[str]) -> list[P
 
 
 def read_files(files: Sequence[Path], text_column: str, key: str = "dataset.files") -> Pieces:
-    """Yields the documents of local files: a .txt file is one document, and so is each row of any other file.
-
-    Rows with an empty text are skipped. `key` gave the files, for messages.
-
-    Raises UserError if a file cannot be read or does not have the format of its extension; or it has no column
-    `text_column`, or that column does not contain text.
-    """
+    """Yields documents: a .txt file, or a row with a text. Raises UserError, naming `key`, for unreadable ones."""
     return read_each(files, key, lambda file: READERS[file.suffix.lower()](file, text_column))
 
 
@@ -136,10 +135,7 @@ def _row(value: Any, where: str) -> dict[str, Any]:
 
 
 def json_rows(file: Path, of_object: Callable[[dict[str, Any]], list[Any]]) -> Rows:
-    """Yields the rows of a .json file: a list of objects, an object a line, or an object that `of_object` makes a list.
-
-    Raises ValueError for anything else.
-    """
+    """Yields the rows of a .json file: a list, an object a line, or one that `of_object` lists. Raises ValueError."""
     nbytes = file.stat().st_size
     if nbytes > LONGEST_JSON_BYTES:
         limit = f"{LONGEST_JSON_BYTES >> 20} MiB"
@@ -222,3 +218,66 @@ def _uncompressed_bytes(group: Any, text_column: str) -> float:
 
 
 READERS = {".txt": _read_text, ".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet}
+
+
+def import_datasets() -> ModuleType:
+    """Imports the `datasets` library (0.6 s) with progress bars, duplicate logs and download counts off."""
+    import datasets
+
+    # Otherwise every load_dataset, even of a local file, sends a request to a server that counts downloads.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.disable_progress_bars()
+    # Its file readers log the errors that they also raise.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    return datasets
+
+
+def stdlib_files() -> list[Path]:
+    """Lists the .py files of the running Python's standard library, sorted by their path within it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB_SOURCE]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def read_stdlib() -> Iterator[tuple[str, bool]]:
+    """Yields each source file of the standard library in UTF-8 as one document. Raises UserError where there are none.
+
+    Not by the `datasets` library: importing it and listing so many files would take a second of every run.
+    """
+    files = stdlib_files()
+    if not files:
+        raise UserError(
+            f"dataset=stdlib: no sources under {sysconfig.get_path('stdlib')} (a Python without its .py files?); "
+            "use dataset=text dataset.files=PATH"
+        )
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        except OSError as error:
+            raise UserError(
+                f"dataset=stdlib: {file} cannot be read ({error.strerror}); use dataset=text dataset.files=PATH"
+            ) from error
+        # A source with this character quotes text that was decoded badly.
+        if text and "\N{REPLACEMENT CHARACTER}" not in text:
+            yield text, True
+
+
+def check_column(column: str, columns: Iterable[str], source: str, key: str = "text_column") -> None:
+    """Raises UserError naming `key` if `source`, whose columns are `columns`, has no column of that name."""
+    if column not in columns:
+        raise UserError(f"dataset.{key}={column}: no such column in {source}; it has {', '.join(columns) or 'none'}")
+
+
+def is_text(value: Any, text_column: str, source: str) -> bool:
+    """Tells whether a value is a text that is not empty; null is none. Raises UserError for numbers, dates, lists."""
+    if value is not None and not isinstance(value, str):
+        raise UserError(
+            f"dataset.text_column={text_column}: contains {type(value).__name__}, not text, in {source}; "
+            "name a column that contains only text"
+        )
+    return bool(value)

@@ -20,21 +20,13 @@ CHARACTERS_PER_CALL = 1 << 20
 
 
 class PackedTokens:
-    """Makes batches from a corpus in memory. Each epoch has its blocks in a new order.
+    """Makes batches from a corpus in memory. Each epoch has its `num_blocks` blocks in a new order, by `seed`.
 
-    The last `eval_share` of the tokens are held out: no batch has them. If they are fewer than one block, none are.
+    No batch has the last `eval_share` of the tokens, or `held_out` ones; fewer than one block are not held out.
 
     Args:
-        tokens: the corpus, 1-D, any unsigned integer dtype.
-        vocab_size: all ids are below this.
-        seed: decides the order of blocks.
-        seq_len: predictions in a sequence.
-        batch_size: sequences in a batch.
-        eval_share: at least 0, at most 0.5.
-        held_out: other tokens that are held out in place of a share.
-
-    Attributes:
-        num_blocks: blocks in an epoch.
+        tokens: the corpus, 1-D, any unsigned integer dtype, all below `vocab_size`.
+        seq_len: predictions in a sequence, of which a batch has `batch_size`.
 
     Raises UserError if the corpus is shorter than one block.
     """
@@ -61,9 +53,7 @@ class PackedTokens:
             )
         self._tokens = tokens
         self._held_out = tokens[trained:] if held_out is None else held_out
-        self._seed = seed
-        self._seq_len = seq_len
-        self._batch_size = batch_size
+        self._seed, self._seq_len, self._batch_size = seed, seq_len, batch_size
 
     @cached_property
     def data_sha256(self) -> str:
@@ -77,28 +67,19 @@ class PackedTokens:
         return blocks_of(self._tokens, rows, self._seq_len)
 
     def eval_batches(self, count: int) -> list[torch.Tensor]:
-        """Returns `count` batches of the held-out tokens: int64 [batch_size, seq_len + 1] on the CPU.
-
-        Their blocks are those of `spread_batches`. Empty if nothing is held out.
-        """
+        """Returns `count` batches of held-out tokens (`spread_batches`): int64 [batch_size, seq_len + 1]; or none."""
         available = max((len(self._held_out) - 1) // self._seq_len, 0)
         batches = spread_batches(count, self._batch_size, available)
         return [blocks_of(self._held_out, batch, self._seq_len) for batch in batches]
 
 
 def places_of_batch(index: int, batch_size: int, num_blocks: int) -> list[tuple[int, int]]:
-    """Returns the epoch of each row of a batch, and its place in the epoch's order.
-
-    Rows continue from epoch to epoch, so a batch may contain the end of one and the start of the next.
-    """
+    """Returns for each row of a batch its epoch, which may change within it, and its place in the epoch's order."""
     return [divmod(place, num_blocks) for place in range(index * batch_size, (index + 1) * batch_size)]
 
 
 def spread_batches(count: int, batch_size: int, available: int) -> list[list[int]]:
-    """Returns `count` batches of numbers below `available`, spread evenly.
-
-    Where there are too few, each is there once: batches are fewer, and the last is smaller.
-    """
+    """Returns `count` batches of numbers below `available`, spread evenly, each once; fewer where there are too few."""
     wanted = min(count * batch_size, available)
     numbers = [place * available // wanted for place in range(wanted)]
     return [numbers[start : start + batch_size] for start in range(0, wanted, batch_size)]
@@ -112,11 +93,7 @@ def blocks_of(tokens: np.ndarray, numbers: Sequence[int], seq_len: int) -> torch
 
 @lru_cache(maxsize=2)
 def epoch_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns the order of the blocks in `epoch`: a permutation, int64 [num_blocks].
-
-    It sorts raw 64-bit random words. numpy guarantees that these are the same in every version and on every machine;
-    it does not guarantee this for `permutation`.
-    """
+    """Returns a permutation, int64 [num_blocks], by random words: numpy guarantees these, and not `permutation`."""
     return np.argsort(random_words(num_blocks, seed, epoch), kind="stable")
 
 
@@ -127,10 +104,7 @@ def random_words(count: int, *key: int) -> np.ndarray:
 
 
 def tokenise(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields arrays of tokens for pairs (text, document_ends): the pieces of a document, one after the other.
-
-    The tokenizer's `begin` is before the first piece of each document, its `end` after the last.
-    """
+    """Yields arrays of tokens for pairs (text, document_ends), pieces of documents, `begin` and `end` around each."""
     dtype = token_dtype(tokenizer.vocab_size)
     begin, end = (np.array(ids, dtype=dtype) for ids in (tokenizer.begin, tokenizer.end))
     begins = True
@@ -161,10 +135,7 @@ def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], li
 
 
 def limit_tokens(arrays: Iterable[np.ndarray], max_tokens: int | None) -> Iterator[np.ndarray]:
-    """Yields the arrays up to a total of `max_tokens` tokens (None: all), and reads no further.
-
-    Raises UserError if max_tokens is below 1.
-    """
+    """Yields the arrays up to `max_tokens` tokens (None: all), and reads no further. Raises UserError below 1."""
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"dataset.max_tokens={max_tokens}: must be at least 1, or null for all tokens")
     left = max_tokens

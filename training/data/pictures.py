@@ -48,10 +48,8 @@ def decoded_with_alpha(source: BinaryIO | bytes | Path, name: str, ground: str =
     is not part of the picture. Of an animation the first picture is taken. Of 16 bits in colour the upper 8 are.
 
     Returns the picture, and its alpha as an image in mode L, 0 where only the ground is seen; None if it has no alpha.
-
-    Raises:
-        UserError: one line that names the picture, where it is damaged, is no picture, has more than MAX_PIXELS or
-            MAX_FILE_BYTES, or is grey of more than 8 bits.
+    Raises UserError naming a picture that is damaged, none, larger than MAX_PIXELS or MAX_FILE_BYTES, or grey of more
+    than 8 bits.
     """
     from PIL import ImageOps
 
@@ -114,11 +112,7 @@ def opened_picture(source: BinaryIO | bytes | Path, name: str):
 class Square:
     """Resizes the short side of pictures to `size`, and cuts a square from each.
 
-    Attributes:
-        crop: "random" for a square that depends on the variation, or "centre" for the middle.
-        flip: whether every second picture is mirrored.
-
-    Raises UserError if a value is out of range.
+    `crop` is random, by the variation, or centre; with `flip` every second is mirrored. Raises UserError for others.
     """
 
     size: int = 64
@@ -132,10 +126,7 @@ class Square:
             raise UserError(f"dataset.crop={self.crop}: must be random or centre")
 
     def of(self, image, variation: tuple[int, ...] | None) -> np.ndarray:
-        """Returns the square of a Pillow image: uint8 [3, size, size].
-
-        Place and mirroring depend on the integers of `variation` alone. None takes the middle, as it is.
-        """
+        """Returns the square of a Pillow image, uint8 [3, size, size], by `variation` alone; None takes the middle."""
         size, (width, height) = self.size, image.size
         short = min(width, height)
         # At least `size`, which rounding might miss.
@@ -155,10 +146,7 @@ class Square:
 
 
 def cut(image, resized: tuple[int, int], left: int, top: int, size: tuple[int, int]):
-    """Returns the part of `size` at `left` and `top` of a Pillow image that is resized to `resized`, by bicubic filter.
-
-    Sizes are [width, height].
-    """
+    """Returns the part of `size` [width, height] at `left`, `top` of a Pillow image `resized` by bicubic filter."""
     from PIL import Image
 
     right, below = left + size[0], top + size[1]

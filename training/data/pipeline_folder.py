@@ -1,7 +1,5 @@
 """The folder of a pipeline of diffusers: a local one, or that of a name on the Hugging Face Hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from models.diffusion_files import PIPELINE_FILE
@@ -17,10 +15,8 @@ KEY = "model.source"
 def pipeline_folder(given: str) -> Path:
     """Returns the folder of the pipeline that `model.source` names: a folder, OWNER/NAME or OWNER/NAME@REVISION.
 
-    Diffusers downloads the files that a pipeline of the Hub needs, unless all are in the client's cache. Another name
-    is returned as a path.
-
-    Raises UserError for a name that the Hub does not know, no network, no permission, or no safetensors.
+    Diffusers downloads what a pipeline of the Hub needs, unless all is in the client's cache. Another name is returned
+    as a path. Raises UserError for an unknown name, without network or permission, or safetensors.
     """
     path, hub = home_expanded(KEY, given), HubName.of(given)
     if path.exists() or hub is None:

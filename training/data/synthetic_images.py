@@ -16,12 +16,7 @@ class SyntheticImages(RandomBatches):
     """Normally distributed random numbers, new ones in every batch. The loss means nothing.
 
     A batch has `images`, float32 [B, *shape], with classes `labels`, int64 [B], and a tensor float32 [B, ...] for each
-    of `condition`.
-
-    Args:
-        shape: of one image: [3, 256, 256], of latents [4, 32, 32], of a video [128, 8, 16, 24].
-        num_classes: labels are below this; null for none.
-        condition: the shapes of further tensors by their names, as in {encoder_hidden_states: [77, 2048]}.
+    of `condition`. conf/dataset/synthetic_images.yaml explains the keys.
 
     Raises UserError if a shape has no numbers, or a name is taken.
     """
@@ -38,9 +33,7 @@ class SyntheticImages(RandomBatches):
         self._shapes = _shapes(shape, condition)
         if num_classes is not None and num_classes < 1:
             raise UserError(f"dataset.num_classes={num_classes}: must be at least 1, or null for no labels")
-        self.num_classes = num_classes
-        self._seed = seed
-        self._batch_size = batch_size
+        self.num_classes, self._seed, self._batch_size = num_classes, seed, batch_size
 
     @staticmethod
     def meta_batch(

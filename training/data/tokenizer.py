@@ -75,10 +75,7 @@ class ByteTokenizer:
 
 
 def library_bytes() -> tokenizers.Tokenizer:
-    """Makes the tokenizer of bytes as one of the library tokenizers: the alphabet of GPT-2's bytes, without merges.
-
-    Radford et al. 2019.
-    """
+    """Makes the tokenizer of bytes as a library's: the alphabet of GPT-2's bytes (Radford et al. 2019), no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # Each byte is the printable character that stands for it; those that are none follow the others.
@@ -98,13 +95,10 @@ Tokenizer = ByteTokenizer | LibraryTokenizer
 def load_tokenizer(given: str | Path | None, begin: str | None = AUTO, end: str | None = AUTO) -> Tokenizer:
     """Returns the tokenizer that dataset.tokenizer names.
 
-    Args:
-        given: None for bytes; a JSON file of the library tokenizers; the folder of a model; or the name of a model on
-            the Hub, OWNER/NAME or OWNER/NAME@REVISION.
-        begin: the token before each document; auto: as the tokenizer says; None: none.
-        end: the token after each document, likewise; auto: its end of text, where it says nothing else.
-
-    Raises UserError if there is no such tokenizer, or no such token in it.
+    None is that of bytes. Else it is a JSON file of the library tokenizers, a model's folder, or OWNER/NAME or
+    OWNER/NAME@REVISION on the Hub. `begin` and `end` are the tokens around each document; auto: as the tokenizer says,
+    and at the end its end of text, where it says nothing; None: none. Raises UserError if there is none, or no such
+    token.
     """
     tokenizer = _loaded(given)
     for name, token in (("begin", begin), ("end", end)):
@@ -115,10 +109,7 @@ def load_tokenizer(given: str | Path | None, begin: str | None = AUTO, end: str 
 
 
 def folder_of_tokenizer(given: str | Path) -> Path:
-    """Returns the local file or folder that `dataset.tokenizer` names; one of the Hub is downloaded if it is not here.
-
-    Raises UserError if there is none.
-    """
+    """Returns the file or folder that `dataset.tokenizer` names, downloaded if need be. Raises UserError for none."""
     path = home_expanded(KEY, given)
     if path.exists():
         return path
@@ -147,14 +138,9 @@ def _id_of(tokenizer: Tokenizer, given: str | Path | None, name: str, token: str
 def tokenizer_files(given: str | None, longest: int) -> dict[str, bytes]:
     """Returns the files of the tokenizer that `given` names, or of that of bytes for None, by name.
 
-    Those of a folder, and those beside a tokenizer.json, such as a template of chats, are taken as they are. A
-    tokenizer_config.json that is not there is made. The tokenizer of bytes becomes one of transformers with the same
-    ids, in which <|endoftext|> is the token between documents.
-
-    Args:
-        longest: tokens of a sequence, as tokenizer_config.json tells.
-
-    Raises UserError if the tokenizer cannot be read.
+    Those of a folder, and those beside a tokenizer.json, such as a template of chats, are taken as they are. A missing
+    tokenizer_config.json is made, for sequences of `longest` tokens. Bytes become a tokenizer of transformers with the
+    same ids, in which <|endoftext|> is the token between documents. Raises UserError if one cannot be read.
     """
     tokenizer = load_tokenizer(given)
     if given is None:

@@ -1,4 +1,1 @@
-"""Scores on the held-out split, and samples, between the steps of a run.
-
-Read `held_out` first, then `samples`.
-"""
+"""Scores on the held-out split (`held_out`), and samples, between the steps of a run."""

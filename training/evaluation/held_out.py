@@ -1,13 +1,12 @@
 """The loss on the held-out split, between steps: under the run's offload mode, and without a trace in its training."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
+from typing import Self
 
 import torch
 from omegaconf import DictConfig
@@ -31,23 +30,15 @@ PartScores = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluations of a run. Their batches are the same each time, in every mode and after resuming.
-
-    Attributes:
-        batches: of at most batch_size examples, on the CPU; none if the run does not evaluate.
-    """
+    """The evaluations of a run: each time the same `batches`, of at most batch_size examples on the CPU, or none."""
 
     config: DictConfig
     task: Task
     batches: tuple[Batch, ...]
 
     @classmethod
-    def of(cls, config: DictConfig, task: Task, dataset: object) -> Evaluation:
-        """Takes the batches from `dataset`.
-
-        Raises UserError if the run is to evaluate, and the dataset has no held-out split, or one without an example, or
-        without a label.
-        """
+    def of(cls, config: DictConfig, task: Task, dataset: object) -> Self:
+        """Takes the batches from `dataset`. Raises UserError where a run is to evaluate and has no labelled example."""
         every, count = config.eval.every, config.eval.batches
         if every is None:
             return cls(config, task, ())
@@ -91,17 +82,9 @@ class Evaluation:
         return digest.hexdigest()
 
     def metrics(
-        self,
-        model: nn.Module,
-        streams: Streams,
-        stopped: Callable[[], bool],
-        ranks: Ranks = ALONE,
-        alone: bool = False,
+        self, model: nn.Module, streams: Streams, stopped: Callable[[], bool], ranks: Ranks = ALONE, alone: bool = False
     ) -> dict[str, float]:
-        """Evaluates the model: returns its scores and the ms that it took, or nothing once `stopped` returns True.
-
-        All `ranks` take part unless this one is to do it `alone`, and the scores are those of one device in every bit.
-        """
+        """Returns scores, equal bit for bit on any number of ranks, and ms; {} once `stopped`. `alone`: on this one."""
         streams.synchronize()
         start = perf_counter()
         # The largest microbatch of a step: a forward without its gradients needs no more memory than that step.
@@ -129,11 +112,9 @@ def prepared_parts(task: Task, batches: Sequence[Batch], rows: int, seed: int) -
 def scores_of_parts(
     task: Task, model: nn.Module, parts: Sequence[Batch], seed: int, device: torch.device, stopped: Callable[[], bool]
 ) -> list[PartScores] | None:
-    """Returns the weight and the scores of each part.
+    """Returns the weight and the scores of each part; None once `stopped` returns True, which is noticed soon.
 
-    No gradient is made, and random numbers, modes of modules and gradients that exist are afterwards as they were. The
-    host waits for each part, so that nothing is queued beyond it, and a request to stop is noticed soon: then None is
-    returned.
+    No gradient is made; random numbers, modes of modules and gradients are afterwards as they were.
     """
     found = []
     with observed(model, seed, device):
@@ -161,8 +142,7 @@ def mean_scores(parts: Sequence[PartScores] | None) -> dict[str, float] | None:
 
 @contextmanager
 def observed(model: nn.Module, seed: int, device: torch.device) -> Iterator[None]:
-    """Puts the model into eval() inside the block, without gradients, and with random numbers that depend on `seed`
-    alone.
+    """Puts the model into eval() for the block, without gradients; random numbers depend on `seed` alone.
 
     Afterwards random numbers and modes of modules are as they were.
     """

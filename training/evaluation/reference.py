@@ -4,8 +4,6 @@ All ranks compute them before the first step, under the run's offload mode. They
 the run's directory: a run that resumes has other weights, with which it cannot compute them again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -38,10 +36,7 @@ DATA, BEGINNING = "data_sha256", "beginning_sha256"
 def fill_reference(
     components: Components, attached: Attached, dataset: object, ranks: Ranks, stopped: Callable[[], bool]
 ) -> bool:
-    """Gives the task its table of the reference, and writes it; returns False once `stopped` returns True.
-
-    Does nothing for a task without one. Raises UserError for log-probabilities that are not finite.
-    """
+    """Gives the task its table, if it needs one, and writes it; False once `stopped`. Raises UserError."""
     task, config = components.task, components.config
     if not task.needs_table:
         return True
@@ -57,10 +52,7 @@ def fill_reference(
 
 
 def saved_reference(checkpoint: Path, config: DictConfig, dataset: object) -> Tensor:
-    """Reads the reference of the run to which the folder `checkpoint` belongs: float32 [samples, 2].
-
-    Raises UserError if it is not there, damaged, or that of other data or another beginning.
-    """
+    """Reads the reference of the run of a checkpoint: float32 [samples, 2]. Raises UserError for none, or another's."""
     path = checkpoint.parent.parent / REFERENCE_FILE
     advice = f"restore it, or begin a new run from these weights, model.weights={checkpoint}"
     try:
@@ -94,10 +86,7 @@ def beginning_of(config: DictConfig) -> str:
 def log_probs_of_parts(
     model: nn.Module, parts: Sequence[Batch], device: torch.device, stopped: Callable[[], bool]
 ) -> list[Tensor] | None:
-    """Returns the log-probabilities of the answers of each part, float32 [pairs, 2] on the CPU.
-
-    Call it inside `Attached.inference`. The host waits for each part. Returns None once `stopped` returns True.
-    """
+    """Returns log-probabilities of answers by part, float32 [pairs, 2] on the CPU; None once `stopped`."""
     found = []
     with evaluating(model), torch.no_grad():
         for part in parts:

@@ -1,10 +1,9 @@
 """Samples that the model makes between steps: under the run's offload mode, and without a trace in its training."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from omegaconf import DictConfig
@@ -26,7 +25,7 @@ class Samples:
     sampler: Sampler | None
 
     @classmethod
-    def of(cls, config: DictConfig, task: Task, model: nn.Module) -> Samples:
+    def of(cls, config: DictConfig, task: Task, model: nn.Module) -> Self:
         """Raises UserError if the run is to sample, and its task, model or dataset does not allow it."""
         return cls(config, None if config.sample.every is None else task.sampler(config, model))
 

@@ -1,4 +1,1 @@
-"""The measurements of a run, and where they go: files, the terminal, wandb.
-
-Read `names` first, the list of all metrics, then `files`.
-"""
+"""The measurements of a run, and where they go: read `step_timer` first, then `run_summary`."""

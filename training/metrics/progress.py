@@ -39,51 +39,28 @@ def phase(text: str, *, stream: TextIO | None = None) -> Iterator[None]:
     if not stream.isatty():
         yield
         return
-    with (
-        tqdm(desc=text, file=stream, bar_format="{desc} ...", dynamic_ncols=True, leave=False),
-        _lines_above_bars(),
-    ):
+    with tqdm(desc=text, file=stream, bar_format="{desc} ...", dynamic_ncols=True, leave=False), _lines_above_bars():
         yield
 
 
 class Progress:
-    """Shows the progress of a run over `total_steps` optimizer steps.
+    """Shows the progress of a run over `total_steps` steps on `stream`; a resumed one has done `initial_step`."""
 
-    Args:
-        initial_step: steps done before, in a resumed run.
-        stream: the file to write to; standard output by default.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        initial_step: int = 0,
-        stream: TextIO | None = None,
-    ):
-        self._total_steps = total_steps
-        self._initial_step = initial_step
+    def __init__(self, total_steps: int, *, initial_step: int = 0, stream: TextIO | None = None):
+        self._total_steps, self._initial_step = total_steps, initial_step
         self._stream = stream or sys.stdout
         self._started_at = time.monotonic()
         self._bar: tqdm | None = None
         self._redirect = ExitStack()
         if self._stream.isatty():
-            self._bar = tqdm(
-                total=total_steps,
-                initial=initial_step,
-                desc="training",
-                file=self._stream,
-                dynamic_ncols=True,
-                bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}",
-            )
+            form = "training {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}"
+            where = {"file": self._stream, "dynamic_ncols": True}
+            self._bar = tqdm(total=total_steps, initial=initial_step, bar_format=form, **where)
             # Log lines go above the bar rather than through it.
             self._redirect.enter_context(_lines_above_bars())
 
     def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Shows that `step` steps are done, and for a logged step the values of its `record`.
-
-        Without a record it only moves the bar, with the values of the last one: it never waits for the device.
-        """
+        """Shows that `step` steps are done, and the values of a `record`; without one it never waits for the device."""
         if self._bar is not None:
             if record:
                 self._bar.set_postfix_str("  ".join(_headline(record)), refresh=False)
@@ -137,11 +114,7 @@ def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO |
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None = None) -> None:
-    """Prints the summary of a run under the names of its metrics, then where its files are.
-
-    If the plan predicted a metric, two more columns show the planned value and the ratio of measured to planned.
-    Metrics that are zero, as those of a GPU are on the CPU, are left out.
-    """
+    """Prints the summary of a run by metric, without zeros, beside planned values; then where its files are."""
     table = _table("Summary")
     table.add_column("metric", style="cyan", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
@@ -152,7 +125,10 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO |
         table.add_column("ratio", justify="right", no_wrap=True)
     for key, metric in {**SUMMARY_KEYS, **METRIC_KEYS}.items():
         if key in summary and (summary[key] or planned.get(key) or key == "steps"):
-            beside = _beside_plan(summary[key], planned[key]) if key in planned else ()
+            beside = ()
+            if key in planned:
+                ratio = f"{summary[key] / planned[key]:.2f}" if planned[key] else ""
+                beside = format_value(planned[key]), ratio
             unit = ", ".join(filter(None, (metric.unit, metric.summary)))
             table.add_row(key, format_value(summary[key]), unit, *beside)
     console = _console(stream)
@@ -165,10 +141,6 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO |
         lines.append(f"charts  wandb leet {run_dir / WANDB_FOLDER}")
     for line in lines:
         console.print(visible(line), highlight=False, soft_wrap=True)
-
-
-def _beside_plan(measured: float, planned: float) -> tuple[str, str]:
-    return format_value(planned), f"{measured / planned:.2f}" if planned else ""
 
 
 def format_value(value: Any) -> str:

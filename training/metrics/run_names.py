@@ -1,7 +1,5 @@
 """The names, tags and group of a run in wandb, by which people tell runs apart."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,11 +18,7 @@ UNNAMED = ("model", "model.source", "offload", "seed", "tracking", "resume", "fo
 
 
 def run_label(config: DictConfig, invocation: Invocation) -> str:
-    """Returns the name of a run without its seed.
-
-    Of a job of a sweep it is that of its row in the sweep's comparison; of another run its model, its mode, and what
-    else its command line gives.
-    """
+    """Returns a run's name without its seed: of a sweep's job its row, else model, mode and what else was given."""
     if label := os.environ.get(SWEEP_LABEL_VARIABLE):
         return shortened(label, LONGEST_LABEL)
     given = [
@@ -50,10 +44,7 @@ def model_name(config: DictConfig, invocation: Invocation) -> str:
 
 
 def chosen_options(choices: Mapping[str, str | None], groups: Iterable[str]) -> dict[str, str]:
-    """Returns the options of a run by group, without Hydra's own groups and groups without a chosen option.
-
-    An option inside another one is under the path of its key, with underscores: `offload_weights`.
-    """
+    """Returns the chosen options by group, or by the path of an option's key with underscores, as `offload_weights`."""
     chosen = {}
     for group, option in choices.items():
         base, _, package = group.partition("@")

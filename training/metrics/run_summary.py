@@ -16,20 +16,14 @@ class RunSummary:
     """Sums up a run, one record after another, without keeping the records.
 
     Each statistic has the name of its metric. Medians of times and rates, and means of transferred GiB, are over the
-    logged records of steps behind the warm-up alone; if there are none, over one that ends behind it. Where a resumed
-    run ends in its warm-up, they are over the records from before it that are behind the first warm-up, chosen in the
-    same way; and else over all records. Peaks of memory, and the first and last losses, are over all records. The first
-    loss is that of the first step, which the first record of a logged step has besides its own, if that is a later one.
-    A metric that no record has is left out.
-
-    Args:
-        warmup_steps: first steps whose times do not count: they allocate, compile and record the access order.
-        start: the step after which the run resumed, with a warm-up of its own.
+    logged records behind the warm-up alone (`warmup_steps`, which allocate and compile, and again from `start`, the
+    step after which the run resumed); if there are none, over one that ends behind it. Where a resumed run ends in its
+    warm-up, they are over the records from before it, chosen in the same way; and else over all records. Peaks, and the
+    first and last losses, are over all records. A metric that no record has is left out.
     """
 
     def __init__(self, warmup_steps: int, start: int = 0):
-        self._warmup_steps = warmup_steps
-        self._start = start
+        self._warmup_steps, self._start = warmup_steps, start
         # The step of the last record of steps, and how far from a warm-up the records in `_values` are: `_distance_of`.
         self._last_step = 0
         self._distance = 0

@@ -1,7 +1,5 @@
 """Step times by the device's own clock, without making the host wait; and how long this thread waited for a core."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from time import monotonic, perf_counter

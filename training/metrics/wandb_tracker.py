@@ -59,22 +59,12 @@ _Task = Callable[["wandb.Run"], object]
 
 
 class Tracker:
-    """A wandb run in the folder `wandb` of the run's directory, or of WANDB_DIR; one at a time in a process.
+    """A wandb run in the folder `wandb` of the run's directory, or WANDB_DIR (a sweep's); one at a time in a process.
 
-    The launcher of a sweep sets WANDB_DIR, so that one folder holds the runs of all jobs.
-
-    Raises nothing for errors in wandb, and asks nothing on the terminal.
-
-    Args:
-        mode: `online`, `offline`, `disabled` (wandb is not imported), or `auto`: the mode that WANDB_MODE or the
-            command `wandb offline` chose, otherwise online if an API key is configured, otherwise offline.
-        project: None leaves the choice to wandb's own settings, as that of the team always is (WANDB_ENTITY). The group
-            is the sweep's, which the sweep launcher writes to OFFLOAD_SWEEP_GROUP, or else that of WANDB_RUN_GROUP.
-        system: wandb samples the machine's load beside the run: processor, GPU, memory, disk, network.
-        config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
-        resume_id: the `id` of the run that this one continues.
-
-    Raises UserError if `mode` is none of these.
+    It raises nothing for errors in wandb, and asks nothing on the terminal. `mode` auto is what WANDB_MODE or the
+    command `wandb offline` chose, else online with an API key and offline without; disabled does not import wandb. The
+    group is that of the sweep, or WANDB_RUN_GROUP; the team is WANDB_ENTITY. `system` samples the machine's load.
+    `resume_id` is the id of the run that this one continues. Raises UserError for another `mode`.
     """
 
     def __init__(
@@ -92,8 +82,7 @@ class Tracker:
         if mode not in MODES:
             raise UserError(f"tracking.mode={mode}: unknown mode; choose one of {', '.join(MODES)}")
         _unset_empty_variables()
-        self._mode = mode
-        self._run_dir = run_dir
+        self._mode, self._run_dir = mode, run_dir
         self._parent = Path(os.environ.get("WANDB_DIR", run_dir))
         # Without it there is no sampling process beside the measured one.
         self._own_settings = {"x_disable_stats": not system}
@@ -137,19 +126,13 @@ class Tracker:
             _kill_service()
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
-        """Passes `record` to wandb as the history of optimizer step `step`; returns at once.
-
-        What a mode moves and waits for is there from the first step in which it is not zero.
-        """
+        """Passes `record` to wandb for `step`, without what has been zero in every step yet; returns at once."""
         self._nonzero |= {key for key, value in record.items() if value or not key.startswith(_OFTEN_ZERO)}
         values = {key: value for key, value in record.items() if key in self._nonzero}
         self._submit(lambda run: run.log(values, step=step, commit=True))
 
     def log_files(self, pictures: Mapping[str, Path], files: Sequence[Path], step: int) -> None:
-        """Passes pictures to wandb, shown under their keys at optimizer step `step`, and files of the run's directory.
-
-        Returns at once; the files must not change afterwards.
-        """
+        """Passes pictures by key, and files of the run's directory, to wandb at once; they must not change after it."""
         paths = dict(pictures)
 
         def log(run: "wandb.Run") -> None:
@@ -196,10 +179,7 @@ class Tracker:
             raise
 
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
-        """Ends the wandb run; `summary` replaces the last values logged under the same names.
-
-        Waits for the upload, at most 40 s. A second call does nothing.
-        """
+        """Ends the wandb run with `summary`, and waits for the upload, at most 40 s. A second call does nothing."""
         if self._thread is None:
             return
         values = dict(summary)

@@ -5,12 +5,9 @@ touches it first, so binding threads places host memory too, if it is done befor
 Megatron-LM's launchers bind ranks in the same way.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,31 +21,17 @@ SYSTEM = Path("/sys")
 THREADS = Path("/proc/self/task")
 
 
-@dataclass(frozen=True)
-class Seat:
-    """The device of a rank, and how many of the host's cores are its own."""
-
-    device: torch.device
-    cores: int
-
-
-def take_seat(name: str, world: World) -> Seat:
-    """Takes the device of this rank for `device=name`, and its part of the cores: those of its GPU's NUMA node.
-
-    Raises UserError if there are too few GPUs.
-    """
+def take_seat(name: str, world: World) -> tuple[torch.device, int]:
+    """Takes the device of this rank for `device=name`, and so many cores by it. Raises UserError for too few GPUs."""
     device = device_of(name, world.local_size, world.local_rank)
     cores = usable_cores() // world.local_size
     if device.type == "cuda":
         cores = min(cores, bind_to_node(gpu_nodes(world.local_size), world.local_rank) or cores)
-    return Seat(device, share_cores(cores))
+    return device, share_cores(cores)
 
 
 def device_of(name: str, local_size: int, local_rank: int) -> torch.device:
-    """Returns the device of a rank for `device=name`, and makes it this process's GPU: that of its number, or the CPU.
-
-    Raises UserError if the host has too few GPUs for its `local_size` ranks.
-    """
+    """Returns the CPU, or the GPU of this rank's number, for `device=name`. Raises UserError for too few."""
     device = resolve_device(name)
     if device.type != "cuda":
         return device
@@ -75,9 +58,8 @@ def gpu_nodes(count: int) -> list[int | None]:
 def bind_to_node(nodes: Sequence[int | None], local_rank: int) -> int | None:
     """Binds all threads of this process to those of its cores that lie on its GPU's NUMA node.
 
-    `nodes` are those of the GPUs of all ranks of this host. Returns this rank's part of the node's cores. For one
-    rank, on one node, and where the GPU's node is not known or has no core of this process, nothing changes, and the
-    result is None.
+    `nodes` are those of the GPUs of all ranks of this host. Returns this rank's part of the node's cores; None, and
+    binds none, for one rank, on one node, and where the GPU's node is not known or has no core of this process.
     """
     if not hasattr(os, "sched_setaffinity"):
         return None

@@ -4,8 +4,6 @@ Every rank has a copy of weights, buffers and optimizer states (but for those of
 They are equal on all ranks between steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -40,10 +38,7 @@ def refuse_statistics(model: nn.Module) -> None:
 
 
 class Copies:
-    """This rank's copy of the tensors of a run. All ranks have one of each parameter in `shared`, and of its states.
-
-    Those of `reference`, a frozen model, are among them.
-    """
+    """This rank's copy of the tensors of a run and of a frozen `reference`; all ranks share the `shared` parameters."""
 
     def __init__(
         self,
@@ -56,19 +51,13 @@ class Copies:
         self._shared = {name for name, tensor in self._named() if tensor in shared}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all by name, in the same order on every rank; waits for updates that are under way.
-
-        States of shared parameters that are on this rank's device are in their places at home afterwards.
-        """
+        """Returns all by name, in one order on every rank, after updates; shared states are at home afterwards."""
         self._optimizer.finish()
         self._optimizer.states.bring_home()
         return self._all(shared=False)
 
     def shared_tensors(self) -> dict[str, Tensor]:
-        """Returns by name those of which the ranks of a host have one copy, in the same order on every rank.
-
-        All ranks of the host have called `tensors` since their last updates.
-        """
+        """Returns by name those that a host has once, in one order on every rank; each has called `tensors` before."""
         return self._all(shared=True)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
@@ -98,13 +87,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 class Group(Ranks):
-    """The ranks of one run, which exchange `messages`.
-
-    Args:
-        device: where this rank computes.
-        end_others: on rank 0, of ranks whose processes it started: ends them at once.
-        cores: how many of the host's cores are this rank's; None: all.
-    """
+    """The ranks of one run, which exchange `messages`; `end_others` ends those that rank 0 has started, at once."""
 
     def __init__(
         self,
@@ -188,10 +171,7 @@ class Group(Ranks):
         return torch.cat(gathered).sum(0)
 
     def reduce(
-        self,
-        model: nn.Module,
-        norms: Mapping[nn.Parameter, Tensor],
-        summed: Collection[nn.Parameter] = (),
+        self, model: nn.Module, norms: Mapping[nn.Parameter, Tensor], summed: Collection[nn.Parameter] = ()
     ) -> Mapping[nn.Parameter, Tensor]:
         parameters = [p for p in model.parameters() if p.requires_grad and p not in summed]
         given = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
@@ -225,10 +205,7 @@ class Group(Ranks):
                 )
 
     def fingerprints(self) -> dict[str, int]:
-        """Returns the fingerprints of this rank's weights, buffers and optimizer states, once its updates are done.
-
-        Of several hosts, the first rank of each has those of all that its host shares.
-        """
+        """Returns those of weights, buffers and states after updates; a host's first rank has the shared ones, too."""
         found = self._copies.tensors()
         if self.shares_homes and self._sharers.hosts > 1:
             meet(self._sharers, "comparing the hosts")

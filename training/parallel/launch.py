@@ -34,7 +34,7 @@ END_S = 5
 
 @contextmanager
 def connected(config: DictConfig, world: World | None) -> Iterator[Ranks]:
-    """Connects the ranks of the run inside the block, where they wait for its orders; for one device there is one rank.
+    """Connects the ranks of the run, which wait for its orders; for one device there is one.
 
     Raises UserError if a device is not there, or a rank does not start.
     """
@@ -64,7 +64,7 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
 
     world = world or World(0, config.devices, 0, config.devices)
     device, timeout_s = config.device, config.parallel.timeout_s
-    seat = take_seat(device, world)
+    own, cores = take_seat(device, world)
     if followers is None:
         dist.init_process_group("gloo")
     else:
@@ -72,14 +72,14 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
     try:
         from_first((device, timeout_s))
         messages = Messages(timeout_s, world.host, followers and followers.cause)
-        group = Group(seat.device, messages, followers and followers.kill, seat.cores)
+        group = Group(own, messages, followers and followers.kill, cores)
         yield group
         group.close()
     except BaseException:
         if followers is not None:
             # First, because they may be in the middle of an exchange with this one.
             followers.kill()
-        if seat.device.type == "cpu":
+        if own.type == "cpu":
             # NCCL would wait for the others; the end of the process ends it.
             dist.destroy_process_group()
         raise
@@ -106,21 +106,11 @@ class Followers:
                 ) from error
 
     def store(self):
-        """Makes the store through which the ranks find each other; returns it once all are there.
-
-        Raises UserError for a rank that ended before.
-        """
+        """Returns the store by which ranks find each other, once all are there. Raises UserError for one that ended."""
         from torch.distributed import TCPStore
 
-        self._store = TCPStore(
-            HOST,
-            self._port,
-            self._count,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=START_S),
-            master_listen_fd=self._listener.detach(),
-        )
+        master = {"is_master": True, "wait_for_workers": False, "master_listen_fd": self._listener.detach()}
+        self._store = TCPStore(HOST, self._port, self._count, timeout=timedelta(seconds=START_S), **master)
         deadline = time.monotonic() + START_S
         for rank in self._processes:
             while not self._store.check([f"ready{rank}"]):

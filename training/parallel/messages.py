@@ -6,8 +6,6 @@ that share homes have collectives inside a step (`training.parallel.sharers`): o
 others notice.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re
@@ -63,10 +61,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def encoded(message: Any) -> tuple[Tensor, Tensor]:
-    """Returns the length of a message, int64 [1], and its bytes (uint8).
-
-    A tensor that is a view takes along the whole memory under it: clone it before.
-    """
+    """Returns a message's length, int64 [1], and bytes (uint8). Clone views: they take along the memory under them."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(message)
     data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -88,10 +83,7 @@ class Waiter:
         threading.Thread(target=self._work, daemon=True).start()
 
     def wait(self, call: Callable[[], object]) -> None:
-        """Returns when `call` does, and raises what it raises.
-
-        A signal's handler runs meanwhile, and may raise; then `call` still runs, and no other may be made.
-        """
+        """Returns or raises what `call` does. If a signal's handler raises, `call` runs on, and no other may follow."""
         self._calls.put(call)
         while True:
             try:
@@ -121,15 +113,9 @@ class Waiter:
 class Messages:
     """The messages of this rank, between `torch.distributed.init_process_group` and `leave`. All ranks make it at once.
 
-    Args:
-        timeout_s: seconds after which a rank that does not answer counts as hung.
-        host: the number of this rank's host.
-        cause: on rank 0, of ranks whose processes it started: returns why the process of a rank ended; None if it runs.
-
-    Attributes:
-        is_exchanging: True once this rank has failed in a collective, in which the others wait for it: they take no
-            report.
-        first_sharer: the first rank of those that share homes with this one.
+    A rank that does not answer for `timeout_s` counts as hung. `cause` returns, on rank 0, why the process of a rank
+    that it started has ended; None if it runs. `is_exchanging` is True once this rank has failed in a collective, in
+    which the others wait and take no report. `first_sharer` is the first rank of those that share homes with this one.
     """
 
     def __init__(self, timeout_s: float, host: int = 0, cause: Callable[[int], str | None] | None = None):
@@ -172,28 +158,22 @@ class Messages:
         self.send(0, ("done", value))
 
     def report_failure(self, reason: str) -> None:
-        """Sends from another rank to rank 0 why it cannot continue, in one line, in place of its next report.
-
-        Until rank 0 has ended, orders that arrive meanwhile are taken and not carried out: else neither could send.
-        """
+        """Sends rank 0 why this one cannot go on, and takes orders until it has ended: else neither could send."""
         with suppress(FirstLostError):
             sending = self._report_later(("failed", reason))
             self.await_end()
             del sending
 
     def await_end(self) -> None:
-        """Waits on another rank until rank 0 has ended, and carries out no more orders.
-
-        A rank that has lost a third one does that, because torchrun ends rank 0, which may be saving, with any other.
-        """
+        """Waits until rank 0, which may be saving, has ended: torchrun would end it with any other rank."""
         with suppress(FirstLostError, FirstHungError):
             while self.order() != ("end",):
                 pass
 
     def reports(self, own: Any = None, patient: bool = False) -> list[Any]:
-        """Waits on rank 0 for the report of each other rank; returns the values of all ranks, `own` first.
+        """Waits on rank 0 for every report; returns the values of all ranks, `own` first.
 
-        Raises RankLostError naming a rank that failed, ended or, unless `patient`, takes longer than the time limit.
+        Raises RankLostError for a rank that failed, ended or, unless `patient`, takes longer than the time limit.
         """
         values = [own]
         for rank in range(1, self.count):

@@ -6,8 +6,6 @@ evaluate some of the batches. All copies stay equal, because all are updated wit
 be in memory that they share, of which each updates a part. `training.parallel.group` is for several devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,14 +27,7 @@ class RankLostError(UserError):
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a step's batch that one rank computes.
-
-    Attributes:
-        parts: its microbatches.
-        weights: how much each of them counts in the step's loss.
-        total: the weight of the whole step, over which its loss is the mean.
-        first: the position of the first microbatch of this share among all of the step.
-    """
+    """The microbatches of a step that one rank computes, from number `first` on, weighted as parts of the `total`."""
 
     parts: tuple[Batch, ...]
     weights: tuple[int, ...]
@@ -45,10 +36,10 @@ class Share:
 
 
 def shares_of(batch: Batch, ranks: int, microbatches: int, weight: Callable[[Batch], int]) -> list[Share]:
-    """Splits the batch of a step, on the CPU, into a share for each rank, of `microbatches` of nearly the same size.
+    """Splits the batch of a step, on the CPU, into a share of `microbatches` of nearly the same size for each rank.
 
-    The loss of a microbatch that weighs nothing may be 0/0, and no mode can leave one out, because ranks meet in each.
-    So another one, of the same shape, is computed in its place, and counts nothing.
+    A loss that weighs nothing may be 0/0, and no mode can leave one out, because ranks meet in each: another one of the
+    same shape is computed in its place, and counts nothing.
     """
     parts = [part for share in split_into(batch, ranks) for part in split_into(share, microbatches)]
     weights = [weight(part) for part in parts]
@@ -83,10 +74,7 @@ class Ranks:
         """Raises UserError for a model that the ranks cannot train together."""
 
     def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
-        """Makes the other ranks build model, mode and optimizer, as this one does now; nothing in `config` is auto.
-
-        `speculation` is that of every rank.
-        """
+        """Makes the other ranks build what this one does, all with this `speculation`; nothing in `config` is auto."""
 
     def equalise(
         self,
@@ -96,39 +84,24 @@ class Ranks:
         shared: Collection[nn.Parameter] = (),
         reference: nn.Module | None = None,
     ) -> None:
-        """Gives every rank the weights and optimizer states of rank 0 after `step` steps, and the frozen `reference`.
-
-        The ranks have one home of the parameters `shared`, and of their states.
-        """
+        """Gives all ranks rank 0's weights, `reference` and states after `step`; `shared` parameters have one home."""
 
     def hand_out(self, step: int, shares: Sequence[Share]) -> Share:
         """Makes the other ranks compute their `shares`, of `step`, one for each rank; returns this rank's share."""
         return shares[self.rank]
 
     def evaluate(self, parts: Sequence[Batch], compute: Callable[..., list | None], order: str) -> list | None:
-        """Returns the results of all parts in their order; None if this rank's are None, because it was stopped.
-
-        `compute` computes those of this rank's parts. The other ranks do with theirs as `order` says.
-        """
+        """Returns the results of all parts in order: `compute` makes this rank's, `order` others'; None if stopped."""
         return compute(parts)
 
     def total(self, losses: Tensor) -> Tensor:
-        """Adds up the losses of all microbatches of the step, of all ranks, in their order.
-
-        `losses`: float32 [microbatches of this rank], or [microbatches, columns]. Returns a scalar, or [columns].
-        """
+        """Adds up the losses, float32 [microbatches] or [microbatches, columns], of all ranks in their order."""
         return losses.sum(0)
 
     def reduce(
-        self,
-        model: nn.Module,
-        norms: Mapping[nn.Parameter, Tensor],
-        summed: Collection[nn.Parameter] = (),
+        self, model: nn.Module, norms: Mapping[nn.Parameter, Tensor], summed: Collection[nn.Parameter] = ()
     ) -> Mapping[nn.Parameter, Tensor]:
-        """Makes every parameter's gradient the sum over all ranks, but for those that are `summed` already.
-
-        `norms`: those that the mode has taken, of sums. Returns norms of the sums, for some parameters.
-        """
+        """Makes each gradient that is not `summed` the sum over all ranks; returns the norms of sums that are known."""
         return norms
 
     def agreed(self, norm: float) -> float:

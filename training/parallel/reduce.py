@@ -7,8 +7,6 @@ dtype, as autograd's do that add one microbatch to the next. So N ranks give the
 Of two ranks it is the library's sum. Buckets run from the last parameter to the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -25,10 +23,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
-    """Fills `whole` with the slices `own` (1-D, one dtype) of all ranks, in their order; `own` may be its place in it.
-
-    `later`: returns at once, with what to wait for.
-    """
+    """Fills `whole` with all ranks' slices `own` (1-D, perhaps in it), in order; `later`: returns what to wait for."""
     return _gather(whole, own, group=group, async_op=later)
 
 
@@ -74,10 +69,7 @@ def ordered_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.Pro
 
 
 def reduce_gradients(
-    parameters: Sequence[nn.Parameter],
-    has_gradient: Sequence[bool],
-    device: torch.device,
-    group: dist.ProcessGroup,
+    parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool], device: torch.device, group: dist.ProcessGroup
 ) -> dict[nn.Parameter, Tensor]:
     """Makes the gradient of each parameter the sum over the ranks of `group`, whose tensors are on `device`.
 

@@ -4,14 +4,12 @@ Numbers are exchanged through shared memory within a host, and over gloo between
 within a host. Gradients are summed within each host first, and then slice by slice over the hosts.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,12 +30,10 @@ def of_first(sharers: Sharers, number: float, what: str) -> float:
 
 @dataclass(frozen=True)
 class HostGroups:
-    """The ranks of this rank's host, in their order, and how they are connected.
+    """The ranks of this rank's host, which is number `host` of `hosts` of as many ranks, and how they are connected.
 
-    Args:
-        host: the number of the host among `hosts`, each of which has as many ranks.
-        data, patient: the groups of these ranks for tensors on the devices, and for exchanges between steps.
-        across: the group of the ranks that have this one's place on their hosts, for tensors; None on one host.
+    `data` and `patient` are their groups for tensors on devices, and for exchanges between steps; `across` that of the
+    ranks with this one's place on all hosts, for tensors; None on one host.
     """
 
     host: int
@@ -50,11 +46,8 @@ class HostGroups:
     @classmethod
     def of(
         cls, rank: int, hosts: Sequence[int], make_data: Callable[..., Any], make_patient: Callable[..., Any]
-    ) -> HostGroups:
-        """Connects the ranks; all call it at the same time. `hosts` has the number of each rank's host.
-
-        Raises UserError for hosts with different numbers of ranks, and for ranks in another order.
-        """
+    ) -> Self:
+        """Connects the ranks, whose hosts are `hosts`. Raises UserError for uneven hosts, and for another order."""
         counts = Counter(hosts)
         count = counts[hosts[0]]
         names = list(counts)
@@ -78,8 +71,7 @@ class GroupSharers:
     def __init__(self, groups: HostGroups, everyone: dist.ProcessGroup, messages: Messages):
         self.rank, self.count = groups.data.rank(), groups.data.size()
         self.first, self.hosts = groups.ranks[0], groups.hosts
-        self._groups = groups
-        self._everyone = everyone
+        self._groups, self._everyone = groups, everyone
         self.limit_s = messages.exchange_s
         self._messages = messages
         self._board = ExchangeBoard(self)

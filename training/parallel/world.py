@@ -1,10 +1,9 @@
 """The place of this process among the processes of a run, as torchrun or rank 0 writes it into the environment."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Self
 
 from omegaconf import DictConfig
 
@@ -24,7 +23,7 @@ class World:
     hosts: int = 1
 
     @classmethod
-    def of_environment(cls) -> World | None:
+    def of_environment(cls) -> Self | None:
         """Reads torchrun's variables; None if they are not there, or of one process that torchrun did not start."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _is_alone():
             return None
@@ -45,8 +44,7 @@ class World:
 def settle_devices(config: DictConfig, world: World | None, overridden: Collection[str] = ()) -> None:
     """Writes torchrun's numbers of processes and hosts into `config.devices` and `config.parallel.hosts`.
 
-    `overridden` are the keys that the command line gives. Raises UserError for numbers that contradict torchrun's, and
-    for several hosts without it, unless they are only planned for.
+    Raises UserError for `overridden` keys that contradict these, and for several hosts without torchrun but in a plan.
     """
     if world is None:
         if config.parallel.hosts > 1 and not config.plan:
@@ -74,10 +72,7 @@ def ranks_of_host(config: DictConfig) -> int:
 
 
 def refuse_other_launchers() -> None:
-    """Raises UserError if this process has a place among several, and torchrun did not start it.
-
-    Other launchers set the same variables, and so may a shell; its ranks would wait for each other in different ways.
-    """
+    """Raises UserError for a rank that torchrun did not start: others' ranks would wait in different ways."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not is_torchrun() and not _is_alone():
         rank, size = visible(os.environ["RANK"]), visible(os.environ["WORLD_SIZE"])
         raise UserError(

@@ -1,13 +1,11 @@
 """Does all of plan=true: prints the plan, draws its step, and tells what does not fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from omegaconf import DictConfig
 
 from training.config.cards import PRESETS
-from training.data.building import build_dataset, facts_of, has_facts
+from training.data.datasets import build_dataset, facts_of, has_facts
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
 from training.planning.encoding import planned_encoding

@@ -58,11 +58,7 @@ _PARTIAL_CARD_WORDS = {"MIG", "Laptop", "Max", "D"}
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the torch device for `device=name`, with its index; `auto` is the first GPU, or the CPU without one.
-
-    Raises:
-        UserError: the name is not auto, cuda, cuda:N or cpu, or there is no such usable GPU.
-    """
+    """Returns the torch device of `device=name`; auto is the first GPU, or the CPU. Raises UserError without it."""
     if name == "cpu":
         return torch.device("cpu")
     if name == "auto":
@@ -88,9 +84,8 @@ def resolve_device(name: str) -> torch.device:
 def describe_device(device: torch.device) -> dict[str, str | int | float]:
     """Returns the facts about device and machine that explain a measurement.
 
-    The keys are device, torch, python, platform, cpu_name, and cpu_cores and host_memory_gib (what this process may
-    use). For a GPU also gpu_name, gpu_memory_gib and cuda, and, if nvidia-smi answers within two seconds, driver,
-    pcie_generation and pcie_width (the link's maximum: an idle link reports less).
+    Of cores and memory what this process may use; of a GPU, if nvidia-smi answers within two seconds, its driver and
+    the maximum of its link (an idle link reports less).
     """
     facts: dict[str, str | int | float] = {
         "device": str(device),
@@ -122,12 +117,10 @@ def measured_bandwidth(streams: Streams) -> Bandwidth:
 
 
 def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | float]:
-    """Writes the facts of `describe_device`, the bandwidth of a GPU's bus and `provenance` to hardware.json.
+    """Writes to hardware.json, and returns all but the `provenance`: `describe_device`, and the bus of a GPU.
 
-    Returns all but the provenance.
-
-    The bandwidth is h2d_gb_s, d2h_gb_s and both_gb_s: GB/s of page-locked copies to the device alone, to the host
-    alone, and each way while both run.
+    That is h2d_gb_s, d2h_gb_s and both_gb_s: GB/s of page-locked copies to the device alone, to the host alone, and
+    each way while both run.
     """
     facts = describe_device(streams.device)
     if streams.asynchronous:
@@ -159,11 +152,7 @@ def commit(source: Path) -> str | None:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the peak rate of dense matrix products in FLOP/s, from which a plan estimates the rate of blocks.
-
-    Where `known_peak_flops` is None it is the best rate that matrix products reach in 0.12 s, with torch's current
-    number of threads.
-    """
+    """Returns the peak of dense products in FLOP/s: known, or reached in 0.12 s with torch's number of threads."""
     known = known_peak_flops(device, dtype)
     return _measured_flops(device, dtype) if known is None else known
 

@@ -1,21 +1,31 @@
-"""Reads one training step as a timeline of compute, copies in, copies out and stalls, and draws it.
+"""Records one training step with torch's profiler, reads it as a timeline, and draws that.
 
-It is read from the trace of torch's profiler (Chrome's trace event format, which https://ui.perfetto.dev also opens).
-Times are in microseconds, as in the trace; summaries and pictures show milliseconds.
+The timeline has compute, copies in, copies out and stalls. The trace is in Chrome's trace event format, which
+https://ui.perfetto.dev also opens. Times are in microseconds, as in the trace; pictures show milliseconds.
 """
-
-from __future__ import annotations
 
 import gzip
 import io
 import json
+import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from training.runs.files import write_whole
+import torch
+from omegaconf import DictConfig
 
+from offload import Streams
+from training.errors import first_line
+from training.runs.files import TRACE_FOLDER, write_whole
+
+logger = logging.getLogger(__name__)
+
+VIEWER = "https://ui.perfetto.dev"
 STALL = "stall"
 # The lanes from top to bottom, with their colours: Wong's palette (2011), which colour-blind readers can tell apart.
 LANES = {
@@ -61,10 +71,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The intervals of a step, sorted by their start.
-
-    `overlaps` is False for a CPU, which copies and computes one after the other.
-    """
+    """The intervals of a step, sorted by start. A CPU, which copies and computes in turn, does not `overlaps`."""
 
     intervals: tuple[Interval, ...]
     overlaps: bool
@@ -100,14 +107,11 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Reads the timeline of a trace, whether compressed (.gz) or not.
+    """Reads the timeline of a trace, whether compressed (.gz) or not. Raises ValueError for one without work.
 
     For a GPU it contains the device's work by stream: kernels on the compute stream, kernels on the copy streams (norms
     and sums of gradients, updates of states on the device), and copies by direction. On a CPU a copy runs where it is
     called: there it contains the engine's ranges, and, as compute, the operations outside of them.
-
-    Raises:
-        ValueError: the trace contains no work.
     """
     content = path.read_bytes()
     trace = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
@@ -228,3 +232,85 @@ def _stream(event: dict) -> int | None:
 
 def _interval(lane: str, event: dict) -> Interval:
     return Interval(lane, event["ts"], event["ts"] + event["dur"])
+
+
+class StepTrace(NamedTuple):
+    """The files of a traced step: Chrome's trace event format, compressed, and a PNG, None if drawing failed."""
+
+    step: int
+    trace: Path
+    picture: Path | None
+
+
+class Tracer:
+    """Traces one step of a run, warmed up from `steps_done`. Errors never stop the run: each becomes one warning."""
+
+    def __init__(self, config: DictConfig, run_dir: Path, streams: Streams, title: str, steps_done: int = 0):
+        self.step = step_to_trace(config, steps_done)
+        self._run_dir, self._streams, self._title = run_dir, streams, title
+        self._profiling = ExitStack()
+        self._trace = run_dir / TRACE_FOLDER / f"step-{self.step}.json.gz"
+
+    def start(self, step: int) -> bool:
+        """Starts recording if `step` is the step to trace; call it before the step. Returns True while recording."""
+        if step != self.step:
+            return False
+        try:
+            self._trace.parent.mkdir(exist_ok=True)
+            self._profiling.enter_context(tracing(self._trace, self._streams))
+        except Exception as error:  # profilers, drivers and disks fail in many ways, and none is worth losing a run
+            self._warn(error)
+            return False
+        return True
+
+    def stop(self) -> StepTrace | None:
+        """Ends the recording after that step, and writes and draws it. Returns None, with a warning, on failure."""
+        try:
+            self._profiling.close()
+        except Exception as error:
+            return self._warn(error)
+        picture: Path | None = self._trace.with_name(f"step-{self.step}.png")
+        try:
+            draw_chart(read_timeline(self._trace), picture, f"{self._title}, step {self.step}")
+        except Exception as error:
+            logger.warning("trace=true: drawing step %d failed (%s)", self.step, first_line(error))
+            picture = None
+        logger.info("trace: step %d in %s; open it in %s", self.step, self._trace, VIEWER)
+        return StepTrace(self.step, self._trace, picture)
+
+    def close(self) -> None:
+        """Discards a recording whose step failed."""
+        with suppress(Exception), self._profiling:
+            raise InterruptedError
+
+    def _warn(self, error: Exception) -> None:
+        logger.warning("trace=true: tracing step %d failed (%s); the run continues", self.step, first_line(error))
+
+
+def step_to_trace(config: DictConfig, steps_done: int = 0) -> int | None:
+    """Returns the step that a run records, the first after the warm-up; None without `trace`."""
+    return min(steps_done + config.warmup_steps + 1, config.steps) if config.trace else None
+
+
+@contextmanager
+def tracing(path: Path, streams: Streams) -> Iterator[None]:
+    """Profiles the block, in all threads, and writes the trace to `path` (compressed for .gz), unless the block raises.
+
+    The device is idle at the start and at the end, so that the trace contains all work of the block and no other.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if streams.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # Otherwise the profiler prints to the terminal when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # Without it, the trace would lack the optimizer's thread, which autograd does not know.
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    profile = torch.profiler.profile(activities=activities, experimental_config=threads)
+    streams.synchronize()
+    with profile:
+        yield
+        streams.synchronize()
+    # Renamed when complete, so that a file under the final name is always whole.
+    partial = path.with_name(f"partial-{path.name}")
+    profile.export_chrome_trace(str(partial))
+    partial.replace(path)

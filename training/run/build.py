@@ -1,7 +1,5 @@
 """Builds a job of a prepared run: model in its place, optimizer, tracking. Everything is given back afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,10 +52,7 @@ class Job(RankJob, PreparedRun):
 
 @contextmanager
 def build(
-    config: DictConfig,
-    invocation: Invocation,
-    begin: Callable[[], None] = lambda: None,
-    ranks: Ranks = ALONE,
+    config: DictConfig, invocation: Invocation, begin: Callable[[], None] = lambda: None, ranks: Ranks = ALONE
 ) -> Iterator[Job]:
     """Builds the job that `config` describes, and gives model, memory, streams and tracking back afterwards.
 
@@ -109,16 +104,9 @@ def build(
             ranks.equalise(model, optimizer, run.start.step, attached.shared_parameters, attached.reference_model)
             checkpoints = Checkpoints(config, run_dir, model, optimizer, streams, run.base, averaged)
             yield Job(
-                **vars(run),
-                attached=attached,
-                streams=streams,
-                optimizer=optimizer,
-                schedule=schedule,
-                ranks=ranks,
-                tracker=tracker,
-                checkpoints=checkpoints,
-                averages=averages,
-            )
+                **vars(run), attached=attached, streams=streams, optimizer=optimizer, schedule=schedule, ranks=ranks,
+                tracker=tracker, checkpoints=checkpoints, averages=averages,
+            )  # fmt: skip
 
 
 def fill_model(run: PreparedRun, model: nn.Module) -> None:
@@ -132,16 +120,13 @@ def fill_model(run: PreparedRun, model: nn.Module) -> None:
 
 
 def build_optimizer(
-    components: Components,
-    attached: Attached,
-    speculation: Speculation | None = None,
-    cores: int | None = None,
+    components: Components, attached: Attached, speculation: Speculation | None = None, cores: int | None = None
 ) -> HostAdamW | OwnOptimizer:
     """Makes the optimizer and its states; its updates run beside the step if it can do that.
 
-    `speculation` lets them begin before the norm of the gradients is known. This process has `cores` of the host, None:
-    all, some of which updates leave to others unless `optimizer.threads` is given. A mode that owns the update makes
-    its own optimizer, with the same hyper-parameters. Raises MemoryError if the host has too little memory for states.
+    `speculation` lets them begin before the norm is known. Of `cores` (None: all) some are left to others unless
+    `optimizer.threads` is given. A mode that owns the update makes its own optimizer, with the same hyper-parameters.
+    Raises MemoryError if the host has too little memory for states.
     """
     config = components.config
     given = config.optimizer
@@ -163,10 +148,7 @@ def build_optimizer(
 
 
 def place_states_in_spare_vram(job: RankJob) -> None:
-    """Moves optimizer states to the device memory that the first step left free under vram_budget.
-
-    Does nothing unless optimizer.device_share=auto and a budget is set, nor on the CPU, where no step's peak is known.
-    """
+    """Moves states to what the first step left free of vram_budget, where optimizer.device_share=auto."""
     components = job.components
     device, asked = components.device, components.config.vram_budget
     if job.optimizer.device_share != "auto" or asked is None or device.type != "cuda":
@@ -178,17 +160,14 @@ def place_states_in_spare_vram(job: RankJob) -> None:
 def build_tracker(config: DictConfig, invocation: Invocation, hardware: dict, resume_id: str | None = None) -> Tracker:
     """Makes the run in wandb: named as in a comparison, tagged with the chosen options.
 
-    Its configuration has three more entries: `label`, the name without the seed, which runs share that repeat each
-    other; `choices`, the options, and of the model its own name; and `machine`, which is `hardware`. `resume_id` is
-    that of the run that this one continues.
+    Its configuration also has `label`, the name without the seed, by which runs repeat each other, `choices`, the
+    options and the model's own name, and `machine`, the `hardware`. `resume_id` is that of the run that it continues.
     """
     chosen = chosen_options(invocation.choices, config) | {"model": model_name(config, invocation)}
+    tags = [*run_tags(chosen), f"precision={config.precision}", *config.tracking.tags]
     return Tracker(
         **OmegaConf.to_container(config.tracking, enum_to_str=True)
-        | {
-            "name": run_name(config, invocation),
-            "tags": [*run_tags(chosen), f"precision={config.precision}", *config.tracking.tags],
-        },
+        | {"name": run_name(config, invocation), "tags": tags},
         run_dir=invocation.run_dir,
         resume_id=resume_id,
         config={**plain(config), "label": run_label(config, invocation), "choices": chosen, "machine": hardware},

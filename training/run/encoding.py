@@ -1,7 +1,5 @@
 """Encodes captioned pictures once: text encoders and VAE run under the run's own mode, and leave before training."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,11 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def encode_missing(dataset: object, components: Components, plan: PlannedEncoding | None = None) -> None:
-    """Encodes what `dataset` has, if it is one of captioned pictures, and no run has encoded before.
-
-    Prints the time that it took, beside that of its `plan`. Raises UserError for a pipeline that cannot be used,
-    MemoryError where an encoder does not fit.
-    """
+    """Encodes the pictures that `dataset` lacks, and prints the time. Raises UserError or MemoryError."""
     todo = ToEncode.of(dataset, components.config)
     if todo is None:
         return
@@ -91,10 +85,7 @@ def encode_prompts(prompts: Sequence[str], components: Components) -> None:
 
 @contextmanager
 def _cut_off_told(before: Sequence[str] = ()) -> Iterator[None]:
-    """Warns once of texts that an encoder has cut off, whatever transformers and diffusers log of each of them.
-
-    `before` are their remarks from before the block.
-    """
+    """Warns once of texts that an encoder has cut off, whatever is logged of each, `before` the block too."""
     with remarks_collected() as found:
         yield
     remarks = [*before, *found]

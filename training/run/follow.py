@@ -3,8 +3,6 @@
 It writes no file, and prints nothing but warnings. It tells rank 0 why it cannot continue, and rank 0 tells the user.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -85,10 +83,7 @@ def main() -> int:
 
 
 def join(world: World) -> Group:
-    """Connects with the other ranks, and returns them.
-
-    Raises UserError if this rank's device is not there.
-    """
+    """Connects with the other ranks. Raises UserError if this rank's device is not there."""
     if is_torchrun():
         dist.init_process_group("gloo")
     else:
@@ -97,8 +92,8 @@ def join(world: World) -> Group:
         store.set(f"ready{world.rank}", "1")
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     device, timeout_s = from_first()
-    seat = take_seat(device, world)
-    return Group(seat.device, Messages(timeout_s, world.host), cores=seat.cores)
+    own, cores = take_seat(device, world)
+    return Group(own, Messages(timeout_s, world.host), cores=cores)
 
 
 def obey(ranks: Group) -> None:
@@ -171,13 +166,9 @@ def built(
         if step:
             set_step(schedule, step)
         yield RankJob(
-            components=components,
-            attached=attached,
-            streams=streams,
-            optimizer=optimizer,
-            schedule=schedule,
+            components=components, attached=attached, streams=streams, optimizer=optimizer, schedule=schedule,
             ranks=ranks,
-        )
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

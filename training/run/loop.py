@@ -1,7 +1,5 @@
 """The training loop: batches, gradients by microbatch under the offload mode, one update a step."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +46,8 @@ class StepResult(NamedTuple):
 def train(job: Job) -> dict:
     """Runs the job to its last step and returns the summary, which is also in the run's directory.
 
-    Metrics are written every `log_every` steps and after the last. If the run saves itself on signals, a signal ends it
-    after the current step, and an evaluation or a sample at once; the resumed run makes that again.
+    A signal ends a run that saves itself after the current step, and an evaluation or a sample, which the resumed run
+    makes again, at once.
     """
     stopping = StopRequest(job.checkpoints.on_signal_after_s)
     with closing(Recorder(job)) as recorder, short_garbage_collections(), stopping as stop:
@@ -220,10 +218,7 @@ def short_garbage_collections() -> Iterator[None]:
 
 
 def run_step(job: Job, step: int, batch: Batch) -> StepResult:
-    """Computes the gradients of the mean loss over `batch`, clips them and updates the parameters.
-
-    The host waits for the device once, for the norm of the gradients, because the update depends on it.
-    """
+    """Computes gradients of the mean loss over `batch`, clips and updates; the host waits once, for their norm."""
     config, task = job.components.config, job.components.task
     prepared = task.prepared(batch, seed_of(config.seed, step))
     refuse_padding(job.components.model, prepared, f"step {step}")
@@ -283,11 +278,7 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
 
 
 def looked_ahead(task: Task, attached: Attached, parts: Sequence[Batch]) -> tuple[Batch, ...]:
-    """Returns the microbatches with what the task wants of the model before the step.
-
-    `attached` is the model that trains, or its reference. The host waits for no update but those of its units that
-    stream. Under a mode that streams it waits for the last copy in, as at the end of a step.
-    """
+    """Returns microbatches with what the task wants before the step of `attached`, the model or its reference."""
     with attached.inference(), evaluating(attached.model):
         return tuple(task.ahead(attached.model, part) for part in parts)
 
@@ -336,11 +327,7 @@ def forward_backward(task: Task, attached: Attached, share: Share, seed: int, st
 
 
 def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> float:
-    """Returns the L2 norm of all gradients; `known` has the norms that were taken already, by parameter.
-
-    Gradients that were released are in `known` alone. The norm is computed in float32 for gradients of any dtype
-    (torch's own function uses theirs). Waits for the device.
-    """
+    """Returns the L2 norm of all gradients, computed in float32; `known` has norms by parameter, all released ones."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None or parameter in known]
     norms = [known.get(parameter) for parameter in parameters]
     norms = [

@@ -1,7 +1,5 @@
 """Measures the steps between two records: their speed, what the mode moved, and the memory of all ranks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from offload.knobs import GIB, parse_bytes
 from training.metrics.run_names import run_name
 from training.metrics.step_timer import StepTimer
 from training.profiling.hardware import known_peak_flops, reset_peaks, rss_gib, vram_peak_gib, vram_reserved_gib
-from training.profiling.trace import Tracer
+from training.profiling.timeline import Tracer
 from training.run.build import Job
 from training.runs import starting
 
@@ -101,11 +99,7 @@ class StepMeter:
 
 
 class MemoryMeter:
-    """Measures memory: of the GPU that needs most, and of all ranks of the host that needs most.
-
-    Attributes:
-        peaks: of the whole run, by metric, one dictionary for each rank.
-    """
+    """Measures memory: of the GPU that needs most, and of the host that does; `peaks` of the whole run, by rank."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -133,10 +127,7 @@ class MemoryMeter:
 
 
 def memory_of_rank(device: torch.device, counters: Counters, sharers: int) -> dict[str, float]:
-    """Returns the memory of this process, in GiB: peaks on its device since the last call, and the host's now.
-
-    Of the host's memory that `sharers` processes share it is this one's part.
-    """
+    """Returns GiB of this process: its device's peaks since the last call, and its part of the host's now."""
     memory = {
         "memory/vram_peak_gib": vram_peak_gib(device),
         "memory/vram_reserved_gib": vram_reserved_gib(device),

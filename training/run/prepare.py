@@ -1,7 +1,5 @@
 """Prepares a run: all that can be refused, before anything of it is written and anything large is allocated."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
@@ -9,12 +7,12 @@ from omegaconf import DictConfig
 
 from offload.planning import usable_cores
 from training.checkpoints.base import BaseReference
-from training.checkpoints.best import check_best
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
+from training.checkpoints.saving import check_best
 from training.checkpoints.state import RunState
 from training.config.declare import AUTO
 from training.config.modes import weights_node
-from training.data.building import build_dataset, facts_of
+from training.data.datasets import build_dataset, facts_of
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation
 from training.evaluation.reference import saved_reference
@@ -75,7 +73,7 @@ class PreparedRun:
 
 
 def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> PreparedRun:
-    """Makes the components, the dataset and the plan of a run, and finds its weights and its checkpoint.
+    """Makes components, dataset and plan of a run, and finds its weights and checkpoint.
 
     Raises UserError for everything of this that the user can fix, MisfitError where the plan does not fit.
     """
@@ -127,19 +125,10 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     ranks.check_model(components.model)
     base = None if adapter is None else base_of_run(config, checkpoint, weights)
     return PreparedRun(
-        components=components,
-        plan=plan,
-        dataset=dataset,
-        evaluation=evaluation,
-        samples=samples,
-        checkpoint=checkpoint,
-        resumes_here=here,
-        adapter=adapter,
-        weights=weights,
-        base=base,
-        reference=ReferenceOrigin.of(components, checkpoint, weights, base),
-        source_sha256=source_sha256,
-    )
+        components=components, plan=plan, dataset=dataset, evaluation=evaluation, samples=samples,
+        checkpoint=checkpoint, resumes_here=here, adapter=adapter, weights=weights, base=base,
+        reference=ReferenceOrigin.of(components, checkpoint, weights, base), source_sha256=source_sha256,
+    )  # fmt: skip
 
 
 def check_threads(config: DictConfig) -> None:
@@ -155,10 +144,7 @@ def check_threads(config: DictConfig) -> None:
 def weights_of_run(
     config: DictConfig, checkpoint: Checkpoint | None, adapter: RunAdapter | None
 ) -> ModelWeights | None:
-    """Finds the weights that fill the model, or the base of its adapter; None: those of the checkpoint, or the seed's.
-
-    Raises UserError if there are no such weights, or they cannot stay in their files.
-    """
+    """Finds the weights that fill model or base; None: checkpoint or seed do. Raises UserError if there are none."""
     # A checkpoint of an adapter does not have the base.
     if config.model.weights is not None and (checkpoint is None or adapter is not None):
         return ModelWeights.find(config.model.weights)
@@ -171,10 +157,7 @@ def weights_of_run(
 
 
 def base_of_run(config: DictConfig, checkpoint: Checkpoint | None, weights: ModelWeights | None) -> BaseReference:
-    """Names the frozen base of an adapter by its seed, or by the files of `weights`, which it hashes.
-
-    Raises UserError if the base of the checkpoint is another.
-    """
+    """Names the frozen base of an adapter by seed or hashes. Raises UserError if the checkpoint's is another."""
     with phase("hashing the frozen weights"):
         base = BaseReference.of(config.seed, weights)
     if checkpoint is not None:
@@ -183,10 +166,7 @@ def base_of_run(config: DictConfig, checkpoint: Checkpoint | None, weights: Mode
 
 
 def with_steps(config: DictConfig, dataset) -> DictConfig:
-    """Returns a copy of `config` with the number of steps, the last one maybe partial, that its `epochs` take.
-
-    Raises UserError if the dataset does not know its number of examples.
-    """
+    """Returns `config` with the steps that its `epochs` take. Raises UserError for a dataset of unknown length."""
     if dataset.num_blocks is None:
         raise UserError(
             f"epochs={config.epochs:g}: this dataset does not know how many examples it has: give steps=N epochs=null"

@@ -1,7 +1,5 @@
 """Records the metrics of the logged steps: in metrics.jsonl, in wandb and on the terminal."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -25,12 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Turns the steps since the last logged one into one record, and writes it everywhere.
-
-    Attributes:
-        evaluated_step: the step of the last evaluation that is recorded.
-        sampled_step: the step of the last sample that is recorded.
-    """
+    """Turns the steps since the last logged one into one record, and writes it everywhere."""
 
     def __init__(self, job: Job):
         config, start = job.components.config, job.start
@@ -83,10 +76,7 @@ class Recorder:
         evaluation: Mapping[str, float],
         figures: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Waits for the device and writes the metrics of the steps since the last record, and of an evaluation now.
-
-        `figures` are those of the task, of this step, by name.
-        """
+        """Waits for the device and writes the metrics since the last record, an evaluation and a task's `figures`."""
         steps, components = self._steps.metrics(), self._job.components
         record = {
             "train/step": step,
@@ -110,10 +100,7 @@ class Recorder:
             self._write(step, {"train/step": step, **evaluation})
 
     def record_sample(self, step: int, sample: Sample) -> None:
-        """Writes and shows what the model made after `step` steps. Call it before `record`.
-
-        A picture that cannot be written gives a warning, and no error.
-        """
+        """Writes and shows a sample after `step`; call it before `record`. One that cannot be written is a warning."""
         self.sampled_step = step
         try:
             shown = sample.write(self._run_dir, step)
@@ -129,10 +116,7 @@ class Recorder:
         self._progress.note(f"sample after step {step}: {' '.join(texts.values())}")
 
     def save(self, step: int, batch: Batch, required: bool) -> bool:
-        """Saves the run after `step`, whose batch was `batch`; returns False if the disk refused it.
-
-        Call it after the step was recorded, so that a run that resumes from there lacks no record.
-        """
+        """Saves the run after `step` of `batch`, once it is recorded; returns False if the disk refused it."""
         if self._first_loss is not None:
             self._write(step, {"train/step": step})
         self._writer.sync()

@@ -5,11 +5,10 @@ that the run began from, also where the run resumes. No checkpoint has them: `re
 the form of base.json, names them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Self
 
 from torch import nn
 
@@ -58,10 +57,7 @@ class AttachedModels:
 def attached_models(
     components: Components, streams: Streams, sharers: Sharers = NO_SHARERS
 ) -> Iterator[AttachedModels]:
-    """Attaches the mode to the model, and that of the reference, where there is one, which the task gets.
-
-    The buffers of the reference are filled. Raises MemoryError if the host has too little memory.
-    """
+    """Attaches the modes of the model and of its reference, whose buffers are filled. Raises MemoryError."""
     with attached(components, streams, sharers) as trained:
         if components.reference is None:
             yield AttachedModels(trained)
@@ -89,11 +85,10 @@ class ReferenceOrigin:
         checkpoint: Checkpoint | None,
         weights: ModelWeights | None,
         base: BaseReference | None,
-    ) -> ReferenceOrigin | None:
+    ) -> Self | None:
         """Finds what filled the run at its beginning, None if it has no reference.
 
-        `weights` and `base` are those of its adapter, which `checkpoint` was compared with; a whole model has no
-        `base`. Raises UserError if a whole model began from other weights, or it is not known from which.
+        An adapter has `weights` and `base`. Raises UserError if a whole model began from others, or it is not known.
         """
         config = components.config
         if components.reference is None:

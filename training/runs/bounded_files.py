@@ -49,9 +49,8 @@ def read_bytes(path: Path, largest: int = LARGEST_BYTES) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    r"""Yields the lines of a file of any size, each with its `\n`, which the last one may lack.
-
-    Raises UnreadableError.
+    r"""Yields the lines of a file of any size, with `
+    ` but perhaps for the last one. Raises UnreadableError.
     """
     try:
         with opened(path) as file:
@@ -85,10 +84,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> dict[str, Any]:
-    """Parses one YAML mapping into nested dicts and lists of texts; nothing is instantiated.
-
-    Raises UnreadableError for anything else, or with aliases, which could expand to an astronomical size.
-    """
+    """Parses a YAML mapping into dicts and lists of texts. Raises UnreadableError for others, and for aliases."""
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)):
             raise UnreadableError("it has YAML aliases, which no configuration has")

@@ -109,10 +109,7 @@ def manifest_text(files: Mapping[str, FileRecord]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Reads which files the checkpoint in `folder` must have, by name; the files themselves are not read.
-
-    Raises DamagedError if the manifest is missing or is not one, or names a file that is not in this folder.
-    """
+    """Reads which files a checkpoint must have. Raises DamagedError for no manifest, or names that lead out of it."""
     path = folder / MANIFEST_FILE
     with damage_of(path):
         content = bounded_files.read_bytes(path)
@@ -144,11 +141,7 @@ def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def side_by_side(functions: Sequence[Callable[[], T]], given_up: Event | None = None) -> list[T]:
-    """Calls the functions in THREADS threads, and returns their results in order.
-
-    The first error, or an interrupt, sets `given_up`, which running functions may look at, and is raised when they have
-    returned; those that have not begun are left out.
-    """
+    """Returns the results of functions in THREADS threads; the first error sets `given_up`, and is raised then."""
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             return list(pool.map(lambda function: function(), functions))
@@ -165,10 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the configuration of the checkpoint in `folder`; every value is read as text, nothing is instantiated.
-
-    Raises DamagedError if the file is not a configuration.
-    """
+    """Reads a checkpoint's configuration, every value as text. Raises DamagedError if it is none."""
     path = folder / CONFIG_FILE
     with damage_of(path):
         return bounded_files.read_yaml(path)

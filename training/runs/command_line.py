@@ -1,7 +1,5 @@
 """The command line before Hydra reads it: what is written as for other programs is refused, `repeat=` is replaced."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence
@@ -30,9 +28,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments that Hydra is to get: the flags, then the overrides, with `repeat=` replaced.
 
     A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make one named `~`.
-    Raises UserError for an unknown flag, such as `--steps 10`; for words of a value without quotes; for the directory
-    of a run where Hydra expects one of options; for a list of options; for the home of a user that does not exist; and
-    if the run of `repeat=` cannot be repeated.
+    Raises UserError for an unknown flag, words of a value without quotes, the directory of a run where options are
+    expected, a list of options, the home of nobody, and a run that cannot be repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
@@ -96,7 +93,7 @@ def _left_to_the_jobs(overrides: Sequence[str]) -> list[str]:
     """Lets the jobs of a sweep over options take the keys of these, as in `-m offload=layer_stream,none seed=1`.
 
     Hydra composes the sweep itself without the swept options, and would refuse `offload.slots=3` of the default one. A
-    sweep over a single value is left to the jobs. What Hydra's parser refuses stays as it is, for Hydra to refuse.
+    sweep over a single value is left to the jobs, and what Hydra's parser refuses to Hydra.
     """
     parser = OverridesParser.create()
     try:

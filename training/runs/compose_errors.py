@@ -29,10 +29,7 @@ SWITCHES = ("plan", "force", "trace")
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls a Hydra `main`. An error ends the process with one line, or a traceback if one line is not enough.
-
-    HYDRA_FULL_ERROR=1 gives the traceback in every case.
-    """
+    """Calls a Hydra `main`. An error is one line, or a traceback if that is not enough, or for HYDRA_FULL_ERROR=1."""
     # Hydra's own version catches errors, prints several lines and exits; this one lets them reach the handler below.
     hydra._internal.utils.run_and_report = lambda function: function()
     try:

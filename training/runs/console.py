@@ -1,7 +1,5 @@
 """The console of a run may fail, as wandb may: a lost terminal, pipe or disk behind it does not end the run."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -19,10 +17,7 @@ STREAMS = {"stdout": 1, "stderr": 2}
 
 
 class _Console(io.FileIO):
-    """Writes to a descriptor until that fails; from then on the descriptor, and all who share it, write to `null`.
-
-    The buffers above it (of print, logging, tqdm, rich, or Python at its exit) never see an error.
-    """
+    """Writes to a descriptor until that fails, and then, with all who share it, to `null`: no buffer above sees it."""
 
     def __init__(self, descriptor: int, null: int):
         super().__init__(descriptor, "w", closefd=False)
@@ -46,11 +41,7 @@ _consoles: dict[str, _Console] = {}
 
 
 def tolerate_failures() -> None:
-    """Lets this process outlive its console: what can no longer be written is dropped.
-
-    Streams that were closed from the start (`>&-`) write to /dev/null. Streams that do not write to the process's own
-    descriptors, as those of a test, are left alone.
-    """
+    """Lets this process outlive its console: what can no longer be written is dropped; a test's streams are left."""
     while (null := os.open(os.devnull, os.O_RDWR)) <= max(STREAMS.values()):
         # The number of a closed stream. The next file to be opened would get it, and what libraries in C print.
         os.set_inheritable(null, True)
@@ -59,11 +50,14 @@ def tolerate_failures() -> None:
         if stream is None:
             # The descriptor may belong to a file that was opened since.
             setattr(sys, name, _text(_Console(null, null), "utf-8", line_buffering=True))
-        elif _descriptor(stream) == descriptor:
-            console = _consoles[name] = _Console(descriptor, null)
-            # Under `python -u` Python itself would write through.
-            lines = stream.line_buffering or stream.write_through
-            setattr(sys, name, _text(console, stream.encoding, line_buffering=lines))
+            continue
+        # A stream of a test may have no descriptor.
+        with suppress(OSError):
+            if stream.fileno() == descriptor:
+                console = _consoles[name] = _Console(descriptor, null)
+                # Under `python -u` Python itself would write through.
+                lines = stream.line_buffering or stream.write_through
+                setattr(sys, name, _text(console, stream.encoding, line_buffering=lines))
 
 
 def note_failures() -> None:
@@ -77,9 +71,3 @@ def note_failures() -> None:
 def _text(console: _Console, encoding: str, line_buffering: bool) -> io.TextIOWrapper:
     # A character that the console cannot show must not end the run either.
     return io.TextIOWrapper(io.BufferedWriter(console), encoding, "backslashreplace", line_buffering=line_buffering)
-
-
-def _descriptor(stream: TextIO) -> int | None:
-    with suppress(OSError):
-        return stream.fileno()
-    return None

@@ -1,7 +1,5 @@
 """The directory of one run: its name, who may write its files, and one run at a time in it."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
@@ -38,10 +36,8 @@ logger = logging.getLogger(__name__)
 class RunDirectory:
     """The directory of one run, which this process has locked.
 
-    Attributes:
-        taken: True once this run may write the directory's files. Without results of an earlier run that is from the
-            start, so that a refused run leaves its reason there; otherwise from the moment when nothing of the run can
-            be refused any more.
+    It is `taken` once this run may write its files: without results of an earlier run from the start, so that a refused
+    run leaves its reason there, else from when nothing of the run can be refused any more.
     """
 
     def __init__(self, path: Path):
@@ -117,10 +113,7 @@ def refuse_folders_of_others(run_dir: Path) -> None:
 
 
 def refuse_program_folder(path: Path, own: str) -> None:
-    """Raises UserError if `path`, where a run or a sweep would write, is the folder of this program.
-
-    `own` is the override that gives it a directory of its own.
-    """
+    """Raises UserError if `path`, to write to, is this program's folder; `own` is the override for another."""
     if path.resolve() == PROGRAM:
         raise UserError(f"{path}: the folder of this program: {OWN_PLACE}{own}")
 
@@ -161,19 +154,12 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def register_fresh() -> None:
-    """Makes `${fresh:PATH}` known to OmegaConf: the path of a directory that it makes.
-
-    One value is kept for a configuration and its copies, so that all who read the key get the same directory.
-    """
+    """Makes `${fresh:PATH}` known to OmegaConf: a directory that it makes, once for a configuration and its copies."""
     OmegaConf.register_new_resolver("fresh", fresh_directory, use_cache=True, replace=True)
 
 
 def fresh_directory(path: str) -> str:
-    """Makes the directory `path`, or where that exists `path-2`, `path-3` and so on, and returns the one it made.
-
-    Two commands that start in one second have the same `path`. Where a directory cannot be made, it returns `path`, and
-    who writes there says why.
-    """
+    """Makes the directory `path`, or `path-2` and so on where that exists, and returns it; `path` where it cannot."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         for number in count(1):

@@ -1,7 +1,5 @@
 """Reports to the user why a run ended early: one line if the user can fix the cause, a traceback if not."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -50,9 +48,8 @@ class Failure(NamedTuple):
 def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
     """Surrounds a run; ends the process after a failure, with a message, a non-zero status and a summary.json.
 
-    The log file gets the traceback too. Neither file is written while the directory holds results of an earlier run and
-    the run has not taken it. SIGTERM, which schedulers send, ends a run as Ctrl-C does, and so does SIGHUP, which a
-    terminal sends when it closes. A console that was lost is noted in the log file.
+    The log file gets the traceback too. Neither is written over results of an earlier run that this one has not taken.
+    SIGTERM, which schedulers send, ends a run as Ctrl-C does, and so does SIGHUP, which a closing terminal sends.
     """
     handled = Interruption().install()
     # A log line that a full disk refuses does not deserve a traceback of its own.
@@ -97,10 +94,7 @@ def refusals_reported() -> Iterator[None]:
 
 
 def print_failure(error: BaseException) -> int:
-    """Prints what `error` means to the user, and returns the exit status for it.
-
-    HYDRA_FULL_ERROR=1 prints the traceback in every case.
-    """
+    """Prints what `error` means to the user, with a traceback for HYDRA_FULL_ERROR=1; returns the exit status."""
     failure = explain(error)
     sys.stdout.flush()
     if not failure.fixable or os.environ.get("HYDRA_FULL_ERROR") == "1":

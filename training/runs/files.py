@@ -54,10 +54,7 @@ WORKSPACE_FILE = "wandb_workspace.json"
 
 
 def home_expanded(key: str, path: str | Path) -> Path:
-    """Replaces a leading `~` or `~user` of `path`, which the shell leaves alone in `KEY=~/file`.
-
-    Raises UserError naming `key` if that user or home directory does not exist.
-    """
+    """Replaces a leading `~` or `~user` in `KEY=~/file`. Raises UserError naming `key` without such a home."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -65,10 +62,9 @@ def home_expanded(key: str, path: str | Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Writes `content` to a temporary file and renames that to `path`: readers see the old content or the new one.
+    """Writes `content` to a temporary file that becomes `path`: readers see the old content or the new one.
 
-    `durable`: the content is on the disk before it takes the place of the old one, so that a power failure leaves one
-    of the two as well. Raises OSError; then `path` is as it was, and the temporary file is gone.
+    `durable`: after a power failure too. Raises OSError; then `path` is as it was, and the temporary file is gone.
     """
     partial = partial_path(path)
     # A leftover may be a pipe or a link, to which the content must not go.

@@ -1,11 +1,10 @@
 """The facts of how a run was started. Hydra keeps them in a global; train.py reads it once and passes them on."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -18,10 +17,7 @@ from training.errors import UserError
 
 @dataclass(frozen=True)
 class Invocation:
-    """The directory of a run, the option chosen in each configuration group, and the overrides as they were given.
-
-    `swept` are the keys that the experiment sweeps over.
-    """
+    """The directory of a run, its options by group, the overrides as given, and the keys that the experiment sweeps."""
 
     run_dir: Path
     choices: Mapping[str, str | None]
@@ -29,13 +25,13 @@ class Invocation:
     swept: tuple[str, ...] = ()
 
     @classmethod
-    def current(cls) -> Invocation:
+    def current(cls) -> Self:
         """Reads the running job from Hydra's global. Only the entry point calls this."""
         hydra = HydraConfig.get()
         return cls.of(hydra, Path(hydra.runtime.output_dir))
 
     @classmethod
-    def of(cls, hydra: DictConfig, run_dir: Path) -> Invocation:
+    def of(cls, hydra: DictConfig, run_dir: Path) -> Self:
         """Reads the node `hydra` of a composed configuration."""
         # Not resolved: an override may refer to a key that does not exist, which is refused later.
         choices = OmegaConf.to_container(hydra.runtime.choices, resolve=False)
@@ -54,17 +50,18 @@ class Invocation:
             found = f"experiment={name}: is a sweep over {', '.join(self.swept)}"
             raise UserError(f"{found}: add -m, or give {first}=VALUE for one run")
 
-    def composed_with(self, changes: Mapping[str, str]) -> tuple[DictConfig, Invocation]:
-        """Composes the configuration anew, as the same command with `changes`, which replace overrides of their keys.
-
-        Raises Hydra's and OmegaConf's errors for what cannot be composed.
-        """
+    def composed_with(self, changes: Mapping[str, str]) -> tuple[DictConfig, Self]:
+        """Composes the same command with `changes` of its overrides. Raises Hydra's and OmegaConf's errors."""
         overrides = [each for each in self.overrides if _key(each) not in changes]
-        overrides += [f"{key}={value}" for key, value in changes.items()]
+        return self.composed([*overrides, *(f"{key}={value}" for key, value in changes.items())], self.run_dir)
+
+    @classmethod
+    def composed(cls, overrides: Sequence[str], run_dir: Path = Path()) -> tuple[DictConfig, Self]:
+        """Composes the configuration of these overrides. Raises Hydra's and OmegaConf's errors."""
         inside = GlobalHydra.instance().is_initialized()
         with nullcontext() if inside else initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose("config", overrides, return_hydra_config=True)
-        invocation = Invocation.of(config.hydra, self.run_dir)
+            config = compose("config", list(overrides), return_hydra_config=True)
+        invocation = cls.of(config.hydra, run_dir)
         with open_dict(config):
             del config["hydra"]
         return config, invocation

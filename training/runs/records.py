@@ -25,14 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl` in `run_dir`, which must exist; a resumed run continues its file.
+    """Appends records to `name` in `run_dir`, which must exist; a resumed run continues its file.
 
-    Args:
-        name: another file of the same form.
-        after_step: the step after which the run resumes. Records of later steps are dropped: the run makes them again.
-            -1 drops that of an evaluation before the first step too.
-
-    Raises UserError if the file cannot be written, as on a full disk, or has a line that is not a record.
+    Records of steps behind `after_step` are dropped: the run makes them again; -1 drops that of an evaluation before
+    the first step too. Raises UserError if the file cannot be written, or has a line that is not a record.
     """
 
     def __init__(self, run_dir: Path, after_step: int = -1, name: str = METRICS_FILE):
@@ -48,10 +44,7 @@ class MetricsWriter:
             os.fsync(file.fileno())
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends `record` as one line; the operating system has it when this returns.
-
-        Raises UserError if the disk is full, and removes the part of the line that was written.
-        """
+        """Appends `record` as one line, at once. Raises UserError if the disk is full, and removes a part of a line."""
         line = (_to_json(record) + "\n").encode()
         # Unbuffered: one call writes the line, and closing the file does not try again.
         with _disk_errors(self._run_dir), open(self._path, "ab", buffering=0) as file:
@@ -62,10 +55,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads the records of a run, in order; a last line that a killed run did not finish is ignored.
-
-    Raises UserError if there is no metrics file, it cannot be read, or a line is not a record.
-    """
+    """Reads the records of a run, without an unfinished last line. Raises UserError for no file, or a damaged one."""
     return list(stream_metrics(run_dir))
 
 
@@ -137,10 +127,10 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Cuts the file before its first record of a step after `step`, and a last line that a killed run did not finish.
+    """Cuts the file before its first record of a step after `step`, and an unfinished last line.
 
-    A line that is not a record, such as a power failure leaves, is cut with the lines after it, which the run makes
-    again. Raises UserError if a record follows that the run would not make again.
+    A line that is not a record, such as a power failure leaves, is cut with the lines after it. Raises UserError if a
+    record follows that the run would not make again.
     """
     end, cut, damaged = 0, None, None
     try:

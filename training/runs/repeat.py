@@ -4,8 +4,6 @@ The options that the run in DIR had chosen are chosen again, and each value that
 override. So the run is composed, typed and checked as any other, in a sweep too.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,9 +41,8 @@ OPTION = re.compile(r"[\w-]+")
 def repeated(overrides: Sequence[str], more_options: str | None = None) -> list[str]:
     """Returns `overrides` with `repeat=DIR` replaced by the overrides that make the configuration of the run in DIR.
 
-    The other overrides come last, so that they win. One that chooses an option drops what the run had in that group.
-    `more_options` is a directory of options beside conf/. Raises UserError, beginning with `repeat=DIR`, if the run
-    cannot be repeated as it was.
+    The others come last, so that they win; an option drops what the run had in its group. `more_options` is a directory
+    of options beside conf/. Raises UserError, beginning with `repeat=DIR`, for a run that cannot be repeated.
     """
     given = [text for text in overrides if text.startswith(f"{KEY}=")]
     if not given:
@@ -56,10 +53,7 @@ def repeated(overrides: Sequence[str], more_options: str | None = None) -> list[
 
 
 def overrides_of(run_dir: Path, prefix: str, others: Sequence[str], more_options: str | None = None) -> list[str]:
-    """Returns the overrides that make the configuration of the run in `run_dir`, followed by `others`, which win.
-
-    Raises UserError, beginning with `prefix`, which ends with the directory, if the run cannot be repeated as it was.
-    """
+    """Returns the overrides of a saved run, then `others`, which win. Raises UserError, beginning with `prefix`."""
     replaced = _replaced(prefix, others)
     choices, saved = _choices(prefix, run_dir), _saved(prefix, run_dir)
     config = _composed(prefix, choices, replaced, more_options)
@@ -169,11 +163,7 @@ def _composed(prefix: str, choices: Mapping[str, str], replaced: set[str], more_
 def _changes(
     prefix: str, run_dir: Path, config: DictConfig, values: Mapping[str, Any], replaced: set[str]
 ) -> dict[str, Any]:
-    """Sets the values of the run in `config`; returns those that had to be set.
-
-    Keys that refer to others come last, and remain references where that gives their value. A key in
-    `replaced` that cannot be set does not matter.
-    """
+    """Sets the run's values in `config`, references last, and returns what had to be set; `replaced` keys may fail."""
     changes = {}
     for follows in (False, True):
         for key, value in values.items():

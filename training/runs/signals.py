@@ -1,7 +1,5 @@
 """Requests to stop: a run that can save itself finishes its step first; a job of a sweep ends with the sweep."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import math
@@ -10,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Self
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +26,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Interruption:
-    """A signal handler that raises KeyboardInterrupt, and remembers that it did: code of libraries may swallow it.
-
-    Ctrl-C raises it each time, SIGTERM and SIGHUP once a request.
-    """
+    """A handler that raises KeyboardInterrupt, and remembers that it did: code of libraries may swallow it."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -57,12 +53,8 @@ class Interruption:
 class StopRequest:
     """While open, remembers Ctrl-C, SIGTERM and SIGHUP; a second one ends the run at once, as KeyboardInterrupt.
 
-    Signals within SAME_REQUEST_S of the last one that counted belong to the same request. A signal that is ignored, as
-    SIGHUP under nohup, stays ignored.
-
-    Args:
-        after_s: seconds from the opening in which a first signal ends the run at once, as it does outside; infinity
-            changes nothing at all.
+    Signals within SAME_REQUEST_S are one request; ignored ones, as SIGHUP under nohup, stay so. In the first `after_s`
+    seconds a first signal ends the run at once, as it does outside; infinity changes nothing at all.
     """
 
     def __init__(self, after_s: float):
@@ -73,7 +65,7 @@ class StopRequest:
         self._interruption = Interruption()
         self._before: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         """Raises KeyboardInterrupt if a signal asked for it before and something swallowed it."""
         for number in SIGNALS:
             if isinstance(handler := signal.getsignal(number), Interruption):
@@ -132,11 +124,7 @@ def once_per_request(handler: Handler) -> Handler:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Makes the system send a job of a sweep SIGTERM when the sweep's process ends, so that the job saves.
-
-    A job is a process whose environment has the number of its parent; `number` is the signal that is sent. Only Linux
-    does that; elsewhere, and where the environment has no such number, nothing happens.
-    """
+    """Makes Linux send this job `number` when its sweep's process ends, so that it saves; else does nothing."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return

@@ -4,8 +4,6 @@ An import may swallow KeyboardInterrupt, so that the program runs on, and an ext
 imports are done the signal therefore ends the process itself. This file needs the standard library alone.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os
@@ -64,18 +62,14 @@ def interrupt_in_one_line() -> Iterator[None]:
 
 
 def end_soon() -> None:
-    """Spares the end of the process the garbage collections of all objects: with torch, two seconds.
-
-    Call it before anything else has registered what is due at the end, so that this comes last.
-    """
+    """Spares the end of the process its garbage collections, two seconds with torch. Call it first, to come last."""
     atexit.register(gc.freeze)
 
 
 def expand_segments() -> None:
     """Makes segments of torch's allocator grow, here and in started processes, unless the user has configured it.
 
-    Tensors of many sizes leave pieces in fixed segments that no later tensor fits into. Segments that grow are pages
-    mapped one behind the other, so free pages serve any size. Call it before torch is imported.
+    Tensors of many sizes leave pieces in fixed segments that no later one fits into. Call it before torch is imported.
     """
     if not any(os.environ.get(name) for name in (ALLOCATOR_VARIABLE, *OLDER_VARIABLES)):
         os.environ[ALLOCATOR_VARIABLE] = ALLOCATOR_SETTING

@@ -1,4 +1,1 @@
-"""A run that was saved, for programs that use its model: found, loaded, exported.
-
-Read `finding` first, then `export`.
-"""
+"""A run that was saved, for programs that use its model. Read `finding` first, then `export`."""

@@ -6,14 +6,11 @@ with files of its own where its run began with weights, or has the tokenizer of 
 tokenizer, the template and the ends of texts of its run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,14 +24,7 @@ from models.adapters import config_of, merge_adapter
 from models.llama import Llama
 from models.quantise import is_quantised
 from models.safetensors_files import StoredTensor, open_file, split_into_files, write_tensors
-from models.weights import (
-    INDEX_FILE,
-    MAX_SHARD_BYTES,
-    index_of,
-    match_tensors,
-    named_tensors,
-    read_checkpoint_headers,
-)
+from models.weights import INDEX_FILE, MAX_SHARD_BYTES, index_of, match_tensors, named_tensors, read_checkpoint_headers
 from models.whole_folder import Fill, Write, bytes_of, refuse_present, write_whole_folder
 from training.checkpoints.saving import hugging_face_config
 from training.config.adapter import has_adapter
@@ -77,15 +67,9 @@ def export(
     """Writes the model of a run, or of one of its checkpoints, to the folder `out`; returns the names of its files.
 
     The folder is complete or not there. Weights have the dtypes of the run's model; those of a run with `ema` are its
-    averages. Where the run trained an adapter, the folder has the adapter alone in peft's form; with `merge`, the model
-    into which the adapter is merged, which is in host memory meanwhile.
-
-    Args:
-        given: the directory of a run, or of one of its checkpoints.
-        out: a new folder, or an empty one.
-        overrides: changes of the run's configuration, such as another place of the tokenizer's file.
-
-    Raises UserError for everything that the user can fix.
+    averages. Of an adapter the folder has that alone in peft's form; with `merge` the model into which it is merged,
+    which is in host memory meanwhile. `overrides` change the run's configuration. Raises UserError for everything that
+    the user can fix.
     """
     run_dir, checkpoint = found(given)
     folder = home_expanded("OUT", out)
@@ -120,10 +104,7 @@ def export(
 
 
 def files_of(model: nn.Module, config: DictConfig, read: Read, max_shard_bytes: int) -> dict[str, Fill]:
-    """Returns the files of `model` in the form of its library, and what it came with: what fills each, by name.
-
-    Raises UserError or ValueError for a model of no library, or one that its library cannot write.
-    """
+    """Returns what fills each file of `model` in its library's form. Raises UserError or ValueError for others."""
     if hasattr(model, "network"):
         from models.diffusion_files import diffusion_files, pipeline_of
 
@@ -131,14 +112,14 @@ def files_of(model: nn.Module, config: DictConfig, read: Read, max_shard_bytes: 
         scheduler = scheduler_given(config.task.get("scheduler"), config.model)
         came = () if scheduler is None else filter(None, (scheduler, pipeline_of(scheduler)))
         return files | {file.name: bytes_of(file.read_bytes()) for file in came}
-    brings = companions(config)
-    texts = {name: bytes_of(content) for name, content in brings.files.items()}
+    companion_files, values, of_llama = companions(config)
+    texts = {name: bytes_of(content) for name, content in companion_files.items()}
     if isinstance(model, Llama):
-        return _llama_files(model, config, read, max_shard_bytes, brings.of_llama) | texts
+        return _llama_files(model, config, read, max_shard_bytes, of_llama) | texts
     if hasattr(model, "hf"):
         from models.hf_saving import hf_files
 
-        return hf_files(model, max_shard_bytes, lambda name: read(f"hf.{name}"), brings.values) | texts
+        return hf_files(model, max_shard_bytes, lambda name: read(f"hf.{name}"), values) | texts
     raise UserError(f"{type(model).__name__} is the model of no library: its checkpoint has its weights already")
 
 
@@ -154,7 +135,7 @@ def _of_adapter(
     # Where the weights are while they are filled changes nothing.
     components = Components.of(config, invocation, torch.device("cpu"))
     if not merge:
-        texts = {} if hasattr(components.model, "network") else companions(config).files
+        texts = {} if hasattr(components.model, "network") else companions(config)[0]
         files = adapter_files(components.model, checkpoint, config.ema)
         return files | {name: bytes_of(text) for name, text in texts.items()}
     model, read = merged_model(components, checkpoint)
@@ -165,8 +146,7 @@ def adapter_files(model: nn.Module, checkpoint: Path, ema: float | None = None) 
     """Returns what fills the files of the adapter of `model`, by name: a checkpoint has them in peft's form already.
 
     `model` may be on the meta device. One of diffusers has a file more, for diffusers and ComfyUI, and alpha is the
-    rank in all of its files. Warns of what these programs do not read. With `ema`, the decay of the run, the values are
-    its averages.
+    rank in all of its files. Warns of what these do not read. With `ema`, a decay, the values are averages.
     """
     averages = averages_in(checkpoint, ema)
     if not of_peft.is_of_diffusers(model):
@@ -184,10 +164,7 @@ def adapter_files(model: nn.Module, checkpoint: Path, ema: float | None = None) 
 
 
 def merged_model(components: Components, checkpoint: Path) -> tuple[nn.Module, Read]:
-    """Returns the base with the adapter of `checkpoint` added to it, in host memory, and what reads its tensors.
-
-    Raises UserError for a base that is quantised or another one.
-    """
+    """Returns the base with its adapter merged, in host memory, and its reader. Raises UserError for another base."""
     with acquired(components.device) as streams, attached(components, streams) as attachment:
         model = attachment.model
         fill_buffers(model)
@@ -211,11 +188,7 @@ def _copy_of(path: Path) -> Fill:
 
 @contextmanager
 def reading(model: nn.Module, stored: dict[str, StoredTensor], checkpoint: Path) -> Iterator[Read]:
-    """Gives the function that reads a tensor of `model` from the checkpoint's files, by any of its names.
-
-    Its value is a view of the mapped file, in the dtype of the model's tensor. Raises ValueError if the checkpoint does
-    not fit the model.
-    """
+    """Gives what reads a tensor of `model` by any name, a view of the mapped file in its dtype. Raises ValueError."""
     tensors = named_tensors(model)
     targets = match_tensors(tensors, stored, checkpoint)
     source_of = {id(tensor): source for source, tensor in targets.items()}
@@ -243,17 +216,8 @@ def _llama_files(
     return files
 
 
-@dataclass(frozen=True)
-class Companions:
-    """The files beside the weights and the configuration, and keys of config.json; of our Llama there are more."""
-
-    files: dict[str, bytes]
-    values: dict[str, Any]
-    of_llama: dict[str, Any]
-
-
-def companions(config: DictConfig) -> Companions:
-    """Returns what the model of a run leaves with. Raises UserError if a file of it cannot be read."""
+def companions(config: DictConfig) -> tuple[dict[str, bytes], dict[str, Any], dict[str, Any]]:
+    """Returns files beside the weights, keys of config.json, and those of our Llama. Raises UserError for bad files."""
     origin = origin_of(config)
     files: dict[str, bytes] = {}
     tokenizer = None
@@ -268,18 +232,13 @@ def companions(config: DictConfig) -> Companions:
     came = values_in(origin)
     of_llama, values = ({key: came[key] for key in keys if key in came} for keys in (KEPT_OF_LLAMA, KEPT))
     if tokenizer is not None and not ends_of(origin):
-        ends = _of_tokenizer(tokenizer)
+        begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
+        ends = {"bos_token_id": begin, "eos_token_id": tokenizer.end_of_text_id}
         # A checkpoint has nulls.
         of_llama |= ends
         values |= ends
         files[GENERATION_FILE] = json.dumps(ends, indent=2).encode()
-    return Companions(files, values, of_llama)
-
-
-def _of_tokenizer(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Returns what a tokenizer says of the tokens around a text."""
-    begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
-    return {"bos_token_id": begin, "eos_token_id": tokenizer.end_of_text_id}
+    return files, values, of_llama
 
 
 def _template(config: DictConfig, tokenizer: Tokenizer) -> dict[str, bytes]:

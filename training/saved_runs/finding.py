@@ -1,12 +1,9 @@
 """A run that was saved: its directory, its configuration, and the checkpoint whose weights a program loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from torch import nn
 
 from models.adapter_files import WEIGHTS_FILE, load_adapter_tensors
@@ -17,7 +14,6 @@ from training.checkpoints.state import read_state
 from training.config import schema
 from training.config.adapter import has_adapter
 from training.config.declare import AUTO
-from training.config.modes import FOLDER
 from training.config.validation import check
 from training.errors import UserError
 from training.runs.checkpoint_files import (
@@ -42,10 +38,7 @@ from training.weights.source import source_digest
 
 
 def found(given: str) -> tuple[Path, Path | None]:
-    """Returns the directory of the run that `given` names, and the checkpoint if it names one.
-
-    Raises UserError if there is no such directory.
-    """
+    """Returns the directory of the run that `given` names, and the checkpoint if it does. Raises UserError for none."""
     path = home_expanded("RUN", given).absolute()
     if not path.is_dir():
         raise UserError(f"{given}: no such directory: give the directory of a run, or one of its checkpoints")
@@ -66,22 +59,13 @@ def configuration(run_dir: Path, overrides: list[str]) -> tuple[DictConfig, Invo
     """Composes and checks the configuration of the run in `run_dir`, changed by `overrides`."""
     schema.register()
     launcher.register_launcher()
-    own = overrides_of(run_dir, str(run_dir), overrides)
-    with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
-        config = compose("config", own, return_hydra_config=True)
-    invocation = Invocation.of(config.hydra, run_dir)
-    with open_dict(config):
-        del config["hydra"]
+    config, invocation = Invocation.composed(overrides_of(run_dir, str(run_dir), overrides), run_dir)
     check(config)
     return config, invocation
 
 
 def take_tokenizer(config: DictConfig, checkpoint: Path) -> None:
-    """Gives `config` the tokenizer with which the run in `checkpoint` was trained, unless another was asked for.
-
-    The run asked for auto, perhaps, and the files that this followed from may be gone. Raises UserError for a damaged
-    checkpoint.
-    """
+    """Gives `config` the run's tokenizer, unless one was asked for. Raises UserError for a damaged checkpoint."""
     if config.dataset.get("tokenizer") != AUTO:
         return
     try:
@@ -94,10 +78,7 @@ def take_tokenizer(config: DictConfig, checkpoint: Path) -> None:
 
 
 def refuse_damage(checkpoint: Path, config: DictConfig) -> None:
-    """Raises UserError if the weights in `checkpoint` are not those that were saved.
-
-    It does also if the config.json of `config`'s model.source is not that of the run, whose model would be another.
-    """
+    """Raises UserError if saved weights, or the config.json of model.source, are not what they were."""
     try:
         files = read_manifest(checkpoint)
         verify(checkpoint, {name: record for name, record in files.items() if name.startswith(MODEL_FILES)})
@@ -111,10 +92,9 @@ def refuse_damage(checkpoint: Path, config: DictConfig) -> None:
 
 
 def load_model(model: nn.Module, checkpoint: Path, config: DictConfig, device: torch.device) -> None:
-    """Copies the weights of a checkpoint, or their averages (`ema`), into the model of `config`, wherever it is.
+    """Copies a checkpoint's weights, or averages (`ema`), into the model of `config`, and below an adapter its base.
 
-    Where the run trains an adapter, the frozen base is made or loaded again before that. `device` is where initial
-    values are computed. Raises ValueError if files do not fit the model, and UserError if the base is another.
+    Initial values are computed on `device`. Raises ValueError for files that do not fit, UserError for another base.
     """
     if has_adapter(config):
         weights = None if config.model.weights is None else ModelWeights.find(config.model.weights)

@@ -5,8 +5,6 @@ The package hydra-submitit-launcher gives the options and submits the jobs. A jo
 the scheduler starts again, after preemption or the loss of its host, resumes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -22,9 +20,8 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 
 from training.errors import UserError, first_line
-from training.sweeps.job import SweepJob
+from training.sweeps.job import SweepJob, announce, title_of
 from training.sweeps.launcher import ProcessLauncher, job_environment, signals_interrupt
-from training.sweeps.terminal import announce, title_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "hydra-submitit-launcher"
@@ -67,11 +64,7 @@ def _plugin_name(cluster: str) -> str:
 
 @dataclass
 class ClusterJob:
-    """The work of one job of a sweep on its host: it is sent there as a pickle, and comes back with its outcome.
-
-    Attributes:
-        early_s: seconds before its time limit at which the job is asked to save and end.
-    """
+    """A job on its host: it comes as a pickle and goes back with its outcome. It ends `early_s` before its limit."""
 
     job: SweepJob
     command: list[str]
@@ -81,9 +74,11 @@ class ClusterJob:
     def __call__(self) -> SweepJob:
         """Runs the job to its end; returns it with exit status and summary."""
         command = self.command
-        if int(os.environ.get("SLURM_RESTART_COUNT", 0)) and not any(map(_resumes, command)):
+        resumes = any(override.lstrip("+").startswith("resume=") for override in command)
+        if int(os.environ.get("SLURM_RESTART_COUNT", 0)) and not resumes:
             command = [*command, "resume=auto"]
-        with suppress(KeyboardInterrupt), signals_interrupt(), _user_signal_interrupts():
+        # SIGUSR2 is what submitit has schedulers send before they end a job.
+        with suppress(KeyboardInterrupt), signals_interrupt(signal.SIGUSR2):
             self.job.run(command, job_environment(self.group), self.early_s)
         if self.job.exit_status is None:
             self.job.lose("it was interrupted before its process had started")
@@ -91,11 +86,7 @@ class ClusterJob:
 
 
 class ClusterLauncher(ProcessLauncher):
-    """Submits the jobs of a sweep, waits for them, and compares them.
-
-    A job asks for one GPU a device unless `gpus_per_node` is given. It is one task on one host, which starts the other
-    ranks by itself.
-    """
+    """Submits each job as one task on one host, which starts its ranks, with `gpus_per_node` or a GPU a device."""
 
     cluster = ""
     ends_jobs = False
@@ -222,20 +213,6 @@ def _complete(job: SweepJob, handle: Any) -> None:
         return
     job.exit_status, job.summary, job.sent = ended.exit_status, ended.summary, ended.sent
     job.timed_out, job.refused = ended.timed_out, ended.refused
-
-
-def _resumes(override: str) -> bool:
-    return override.lstrip("+").startswith("resume=")
-
-
-@contextmanager
-def _user_signal_interrupts() -> Iterator[None]:
-    """Makes the signal that submitit has schedulers send before they end a job interrupt it, inside the block."""
-    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR2, before)
 
 
 @contextmanager

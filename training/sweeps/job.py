@@ -1,18 +1,22 @@
-"""One job of a sweep: its process, the limits of its time, and how it ended."""
+"""One job of a sweep: its process, the limits of its time, how it ended, and its lines on the terminal.
 
-from __future__ import annotations
+There one moves while it runs, and one stays when it has ended; a pipe gets this one alone. Its log has what it prints.
+"""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TextIO
 
+from hydra.core.utils import filter_overrides
 from tqdm import tqdm
 
 from training.errors import UserError
@@ -28,21 +32,21 @@ from training.visible_text import visible
 NO_LIMIT_S = threading.TIMEOUT_MAX
 # Seconds that a job which was asked to end may take to save before it is killed: a checkpoint of 100 GiB takes minutes.
 GRACE_S = 300.0
+LOOK_S = 0.5
+# The end of a log in which the last logged step is looked for.
+TAIL_BYTES = 8192
+STEP = re.compile(rb"^step +(\d+/\d+) .*?(ETA \S+)?$", re.MULTILINE)
 
 
 @dataclass
 class SweepJob:
     """One job of a sweep, and how it ended.
 
-    Attributes:
-        timeout_min: minutes after which the job is asked to save and end.
-        grace_s: seconds that it may save for after that, before it is killed.
-        exit_status: as in subprocess: a negative one is the signal that ended the process; None: not ended.
-        sent: the signals that the sweep sent it while it ran.
-        queued: a scheduler has it, so it runs whether the sweep's process does or not.
-        refused: its directory has the results of an earlier run, which it left as they were.
-        log: gets what its process prints, behind what is there; None: this process's own streams do.
-        environment: variables that its process has besides.
+    After `timeout_min` minutes it is asked to save and end, and after `grace_s` seconds more it is killed. A negative
+    `exit_status` is the signal that ended its process, None a job that has not ended; `sent` are the signals of the
+    sweep. It is `queued` where a scheduler has it, which runs it whether the sweep's process does or not, and `refused`
+    where its directory has the results of an earlier run. What it prints is added to `log`; None: this process prints
+    it.
     """
 
     number: int
@@ -77,8 +81,8 @@ class SweepJob:
     def run(self, command: Sequence[str], environment: Mapping[str, str], early_s: float = 0) -> None:
         """Runs the job's process to its end, and completes its summary.
 
-        It is asked to end `early_s` seconds before its time is over, or after half of it, where that is later.
-        Raises KeyboardInterrupt, once the job has ended, if the sweep is interrupted meanwhile.
+        It is asked to end `early_s` seconds before its time is over, but not in its first half. Raises
+        KeyboardInterrupt, once the job has ended, if the sweep is interrupted meanwhile.
         """
         earlier = _written(self.directory) if holds_results(self.directory) else None
         if earlier is None:
@@ -87,14 +91,11 @@ class SweepJob:
         try:
             # In a process group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once,
             # and the processes that the job started can be ended with it. It cannot read from the terminal.
-            with self._output() as output:
-                process = subprocess.Popen(
-                    command,
-                    env={**environment, **self.environment},
-                    process_group=0,
-                    stdin=subprocess.DEVNULL,
-                    **output,
-                )
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+            with nullcontext() if self.log is None else open(self.log, "ab") as log:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                process = subprocess.Popen(command, env={**environment, **self.environment}, process_group=0, **streams)
         except OSError as error:
             self.exit_status = FAILED
             self.summary = {"reason": f"its process could not be started ({error.strerror})"}
@@ -128,16 +129,6 @@ class SweepJob:
         self.refused = (self.directory / SUMMARY_FILE).exists() and holds_results(self.directory)
         if not self.refused:
             self._write_summary()
-
-    @contextmanager
-    def _output(self) -> Iterator[dict[str, BinaryIO]]:
-        """Yields the streams of the process that are not this one's, by their names in subprocess."""
-        if self.log is None:
-            yield {}
-            return
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab") as file:
-            yield {"stdout": file, "stderr": file}
 
     def _wait(self, process: subprocess.Popen, early_s: float) -> None:
         """Waits for the end of the process, and ends one that takes too long."""
@@ -213,3 +204,70 @@ def _written(directory: Path) -> list[tuple[int, int] | None]:
     """Returns inode and time of the files that a run writes first and last: if they change, a job has written them."""
     paths = [directory / name for name in (CONFIG_FILE, SUMMARY_FILE)]
     return [(path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None for path in paths]
+
+
+def title_of(job: SweepJob, place: int, jobs: Sequence[SweepJob]) -> str:
+    """Names the one of `jobs` that is the `place`-th to run, by what tells it from the others."""
+    given = filter_overrides(job.overrides)
+    own = [each for each in given if not all(each in other.overrides for other in jobs)]
+    return visible(f"job {job.number} ({place} of {len(jobs)}): {' '.join(own or given)}")
+
+
+def announce(title: str, job: SweepJob) -> None:
+    """Prints the title of a job, and whether it has ended before."""
+    finished = "" if job.exit_status is None else ": finished earlier, and not run again"
+    print(f"{title}{finished}", flush=True)
+
+
+@contextmanager
+def following(title: str, log: Path, stream: TextIO | None = None) -> Iterator[None]:
+    """Shows a job's title and last logged step, by what it adds to `log`, on a terminal until the block ends."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        yield
+        return
+    begin, ended = log.stat().st_size if log.exists() else 0, threading.Event()
+    with tqdm(file=stream, bar_format="{desc}", leave=False) as line:
+
+        def follow() -> None:
+            is_over = False
+            while not is_over:
+                progress = progress_in(log, begin)
+                room = shutil.get_terminal_size().columns - len(progress) - 3
+                line.set_description_str(f"{title[:room]}  {progress}")
+                is_over = ended.wait(LOOK_S)
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def progress_in(log: Path, begin: int) -> str:
+    """Returns the last logged step in `log` behind its first `begin` bytes, with the time that is left."""
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(begin, size - TAIL_BYTES))
+            steps = STEP.findall(file.read())
+    except FileNotFoundError:
+        steps = []
+    if not steps:
+        return "starting"
+    return b"  ".join((b"step " + steps[-1][0], steps[-1][1])).decode(errors="replace").rstrip()
+
+
+def print_ended(title: str, job: SweepJob, seconds: float) -> None:
+    """Prints a line on a job that has ended: its time and its result, or why it failed and where its log is."""
+    status, reason = job.outcome
+    if job.succeeded:
+        loss, step_ms = (job.summary.get(key) for key in ("train/final_loss", "perf/step_ms"))
+        figures = [f"{status} in {tqdm.format_interval(seconds)}"]
+        figures += [] if loss is None else [f"loss {loss:.4f}"]
+        figures += [] if step_ms is None else [f"{step_ms:,.1f} ms a step"]
+        print(f"{title}: {', '.join(figures)}", flush=True)
+    else:
+        print(f"{title}: {status}: {reason}; log: {visible(str(job.log))}", flush=True)

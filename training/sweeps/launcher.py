@@ -38,8 +38,7 @@ from training.runs.directory import holds_results, refuse_program_folder
 from training.runs.files import CONSOLE_FILE, WANDB_FOLDER
 from training.runs.signals import PARENT_VARIABLE, once_per_request, signals_not_ignored
 from training.runs.starting import INTERRUPTED
-from training.sweeps.job import SweepJob, summary_in
-from training.sweeps.terminal import announce, following, print_ended, title_of
+from training.sweeps.job import SweepJob, announce, following, print_ended, summary_in, title_of
 from training.visible_text import visible
 
 # Keys that each job gets values of its own for.
@@ -73,8 +72,7 @@ def register_launcher() -> None:
 class ProcessLauncher(Launcher):
     """Runs the jobs of a sweep one after another, each in a fresh Python process.
 
-    A job returns its summary.json, None if it wrote none. One that did not end well has the status FAILED, and reading
-    what it returned raises a UserError that names all such jobs.
+    A job returns its summary.json, or None. Reading that of one that did not end well raises a UserError with all such.
     """
 
     def __init__(self, timeout_min: float | None = None):
@@ -90,8 +88,7 @@ class ProcessLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs a job for each list of overrides. Ctrl-C or SIGTERM ends the process with exit status 130.
 
-        Raises UserError, before any job, for a time limit that is none, and for resume=auto in the directory of another
-        sweep.
+        Raises UserError for a time limit that is none, and for resume=auto in the directory of another sweep.
         """
         setup_globals()
         self._check_options()
@@ -125,7 +122,8 @@ class ProcessLauncher(Launcher):
     def _run(self, jobs: Sequence[SweepJob], configs: Sequence[DictConfig], group: str) -> None:
         """Runs the jobs that have no exit status yet, whose runs in wandb are one `group`. Ctrl-C interrupts it."""
         # The reference first: what the others are compared with.
-        in_order = sorted(zip(jobs, configs, strict=True), key=lambda pair: not is_reference(pair[1]))
+        pairs = zip(jobs, configs, strict=True)
+        in_order = sorted(pairs, key=lambda pair: pair[1].hydra.runtime.choices.get("offload") != "none")
         for place, (job, _) in enumerate(in_order, start=1):
             title = title_of(job, place, jobs)
             if job.exit_status is not None:
@@ -168,16 +166,8 @@ class ProcessLauncher(Launcher):
         ]
 
 
-def is_reference(config: DictConfig) -> bool:
-    """Tells whether the configuration of a job has no offload mode."""
-    return config.hydra.runtime.choices.get("offload") == "none"
-
-
 def is_finished(job: SweepJob, config: DictConfig) -> bool:
-    """Tells whether an earlier sweep ran `job`, whose configuration is `config`, to its end.
-
-    Raises UserError if its directory has results of another job: what resume=auto continued there would be a mixture.
-    """
+    """Tells whether an earlier sweep ran `job` to its end. Raises UserError for results of another configuration."""
     if not holds_results(job.directory):
         return False
     try:
@@ -233,10 +223,10 @@ def _task_config(config: DictConfig) -> DictConfig:
 
 
 @contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP end a sweep inside the block as Ctrl-C does, so that no job is left running."""
+def signals_interrupt(*more: signal.Signals) -> Iterator[None]:
+    """Makes SIGTERM, SIGHUP and `more` end a sweep inside the block as Ctrl-C does: no job is left running."""
     handler = once_per_request(signal.default_int_handler)
-    before = {number: signal.signal(number, handler) for number in signals_not_ignored()}
+    before = {number: signal.signal(number, handler) for number in (*signals_not_ignored(), *more)}
     try:
         yield
     finally:

@@ -1,7 +1,5 @@
 """causal_lm: predicts each next token of a text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

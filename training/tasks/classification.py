@@ -1,7 +1,5 @@
 """classification: predicts the class of an image."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
@@ -20,8 +18,7 @@ class Classification(Task):
     int64 [B]. The loss is in nats an image, computed in float32.
 
     Args:
-        label_smoothing: the share of the target that all classes have in common (Szegedy et al. 2016), in training
-            alone.
+        label_smoothing: the share of the target that all classes share (Szegedy et al. 2016), in training alone.
 
     Raises KnobError if a value is out of range.
     """
@@ -38,10 +35,7 @@ class Classification(Task):
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Returns `loss`, without smoothing, and `accuracy`, the share of images whose class has the largest logit."""
         logits, labels = _logits(model, batch), batch["labels"]
-        return {
-            "loss": F.cross_entropy(logits, labels),
-            "accuracy": (logits.argmax(1) == labels).float().mean(),
-        }
+        return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
         advice = "model=vit_l, or model=hf with model.task=classification"

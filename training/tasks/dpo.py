@@ -5,8 +5,6 @@ loss is `-logsigmoid(beta * (chosen - rejected))`, where each of the two is the 
 model less that under the reference. The numbers are those of TRL's DPOTrainer.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Samples: what a model made, as files, rows of samples.jsonl and entries of wandb show it."""
 
-from __future__ import annotations
-
 import io
 import math
 from abc import ABC, abstractmethod
@@ -64,10 +62,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 def grid_of(images: Tensor) -> np.ndarray:
-    """Returns images uint8 [n, H, W, 1 or 3] row by row in one picture, nearly square: uint8 [height, width, 3].
-
-    Grey lines divide the images.
-    """
+    """Returns images uint8 [n, H, W, 1 or 3] in rows with grey lines, nearly square: uint8 [height, width, 3]."""
     count, height, width, _ = images.shape
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)

@@ -1,7 +1,5 @@
 """The interface of a task. The loop, the plan and the evaluation know batches through it only."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -21,10 +19,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> Sample | None:
-        """Returns a sample of the model, which is in eval() and without gradients; None once `stopped` returns True.
-
-        Raises ValueError if the model's output is not finite.
-        """
+        """Returns a sample of the model in eval(); None once `stopped`. Raises ValueError if that is not finite."""
 
 
 class Task(ABC):
@@ -53,10 +48,7 @@ class Task(ABC):
         """Returns the loss of a microbatch, which is on the model's device: a scalar, the mean over its `weight`."""
 
     def prepared(self, batch: Batch, seed: int) -> Batch:
-        """Adds the random numbers of a step (timesteps, noise) to a batch on the CPU.
-
-        A pure function of its arguments, so that mode, device and number of microbatches change nothing.
-        """
+        """Adds a step's random numbers (timesteps, noise) to a batch on the CPU: a pure function of its arguments."""
         return batch
 
     def ahead(self, model: nn.Module, batch: Batch) -> Batch:
@@ -70,10 +62,9 @@ class Task(ABC):
         return self.loss(model, batch), ()
 
     def weight(self, batch: Batch) -> int:
-        """Returns how much a batch, which `prepared` has returned, counts in the mean loss of a step; 0: not at all.
+        """Returns what a `prepared` batch, on the CPU, counts in the mean loss of a step; 0: not at all.
 
-        The labelled tokens of a dictionary whose `labels` have a dimension beside that of the examples; else the
-        examples. It is asked on the CPU, because the host waits for no device.
+        The labelled tokens of a dictionary whose `labels` have a dimension beside that of the examples; or examples.
         """
         labels = batch.get("labels") if isinstance(batch, dict) else None
         return examples_in(batch) if labels is None or labels.ndim < 2 else trained_tokens_in(labels)
@@ -95,18 +86,11 @@ class Task(ABC):
         return 1
 
     def flops(self, model: nn.Module, config: DictConfig) -> float | None:
-        """Returns the FLOPs of a step, without recomputation; None where the model does not tell.
-
-        Three times those of forward: backward computes two products for each of forward's (Chowdhery et al. 2022).
-        """
+        """Returns the FLOPs of a step without recompute, three forwards (Chowdhery et al. 2022); None: not known."""
         return None
 
     def meta_batch(self, config: DictConfig, examples: int) -> Batch:
-        """Returns a batch as `prepared` returns it, on the meta device: shapes and dtypes alone.
-
-        It comes from the configuration, because a plan reads no data. Raises UserError for a dataset without
-        `meta_batch`.
-        """
+        """Returns what `prepared` would, by the configuration alone, on the meta device. Raises UserError."""
         dataset = get_class(config.dataset._target_)
         if not hasattr(dataset, "meta_batch"):
             raise UserError(
@@ -118,17 +102,11 @@ class Task(ABC):
         return self.prepared(batch, 0)
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
-        """Raises UserError if the model, which is on the meta device, does not fit this task or the configuration.
-
-        A plan asks this too, but not `check`, because it reads no data.
-        """
+        """Raises UserError if the model, on the meta device, does not fit task or configuration; plans ask it, too."""
         return
 
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
-        """Takes over what the files of the model, which `check_model` has seen, ask of the task.
-
-        Returns by key what was chosen, and why. Raises UserError if they do not fit this task.
-        """
+        """Takes over what the model's files ask of the task; returns choices and why, by key. Raises UserError."""
         return {}
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
@@ -150,10 +128,7 @@ def loss_to_train(task: Task, model: nn.Module, batch: Batch) -> Tensor:
 
 
 def loss_and_figures_to_train(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-    """Returns `task.loss_and_figures`.
-
-    Raises UserError where the loss has gradients and depends on no parameter that trains.
-    """
+    """Returns `task.loss_and_figures`. Raises UserError for a loss that depends on nothing that trains."""
     loss, figures = task.loss_and_figures(model, batch)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(

@@ -1,10 +1,8 @@
 """Text that a language model writes: the samples of a run, and what `scripts/generate.py` needs for its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -33,7 +31,7 @@ class TextSampler(Sampler):
     stops: frozenset[int]
 
     @classmethod
-    def of(cls, config: DictConfig, model: nn.Module) -> TextSampler:
+    def of(cls, config: DictConfig, model: nn.Module) -> Self:
         """Returns the sampler of a run. Raises UserError if its samples cannot be made."""
         given = f"sample.every={config.sample.every}"
         refuse_model(model, given)
@@ -108,10 +106,7 @@ def refuse_model(model: nn.Module, given: str) -> None:
 
 
 def tokenizer_of(config: DictConfig, given: str) -> Tokenizer:
-    """Returns the tokenizer of the configuration's dataset.
-
-    Raises UserError, which begins with `given`, if the dataset is not made of text.
-    """
+    """Returns the tokenizer of the dataset. Raises UserError, beginning with `given`, if that is no text."""
     if "tokenizer" not in config.dataset:
         name = config.dataset._target_.rpartition(".")[2]
         raise UserError(f"{given}: {name} has no key dataset.tokenizer, so its tokens stand for no text")
@@ -125,10 +120,7 @@ def has_template(config: DictConfig, tokenizer: Tokenizer) -> bool:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    """Encodes a prompt as the beginning of a document.
-
-    An empty one, where nothing begins a document, is the end of another, after which one starts in training.
-    """
+    """Encodes the beginning of a document; an empty one that nothing begins is the end of another."""
     (ids,) = tokenizer.encode_batch([prompt])
     return (*tokenizer.begin, *map(int, ids)) or tokenizer.end or (tokenizer.end_of_text_id,)
 
@@ -144,9 +136,9 @@ def continued(
 ) -> str | None:
     """Returns the text of `prompt` and of the tokens that follow it; one of `stops` ends it before.
 
-    `drawing` are further arguments of `models.generation.generate`, such as `tokens` and `temperature`. The model is
-    in eval() and without gradients. The text may have any characters: make it visible before it is printed. Returns
-    None once `stopped` returns True. Raises ValueError if the model's logits are not finite.
+    `drawing` are arguments of `models.generation.generate`. The model is in eval() and without gradients. The text may
+    have any characters: make it visible before it is printed. Returns None once `stopped` returns True. Raises
+    ValueError if the model's logits are not finite.
     """
     ids = list(prompt)
     for token in generate(model, prompt, vocab_size=tokenizer.vocab_size, **drawing):
@@ -159,10 +151,7 @@ def continued(
 
 
 def pieces(tokenizer: Tokenizer, drawn: Iterable[int], stops: frozenset[int]) -> Iterator[str]:
-    """Yields the text of tokens as they are drawn, until one of `stops`; together the pieces are the decoded text.
-
-    A piece ends where a character does, of which a token may be a part.
-    """
+    """Yields the decoded text of tokens as they are drawn, in pieces of whole characters, until one of `stops`."""
     ids: list[int] = []
     shown = ""
     for token in drawn:

@@ -1,4 +1,1 @@
-"""The weights of a run: where they come from, how they are quantised, and how the model gets them.
-
-Read `source` and `files` first (what `model.source` and `model.weights` lead to), then `filling`.
-"""
+"""The weights of a run: read `source` and `files` first (what the two keys lead to), then `filling`."""

@@ -1,10 +1,9 @@
 """The adapter of a run: put into the model on the meta device, filled where the mode has made its memory."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from hydra.utils import get_class
@@ -39,10 +38,7 @@ def add_adapter(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> Non
 
 
 def warn_of_unused(model: nn.Module) -> None:
-    """Warns in one line, after the first backward, of adapters that got no gradient, which have no effect on the loss.
-
-    Such are adapters of layers whose weight other modules read without calling the layer.
-    """
+    """Warns, after the first backward, of adapters without a gradient, beside weights that are read without a call."""
     unused = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
     ]
@@ -65,11 +61,10 @@ class RunAdapter:
     path: Path | None
 
     @classmethod
-    def of(cls, config: DictConfig, model: nn.Module, starts: bool) -> RunAdapter | None:
-        """Returns the adapter of the run of `config`, None if it trains the whole model.
+    def of(cls, config: DictConfig, model: nn.Module, starts: bool) -> Self | None:
+        """Returns the adapter of a run, None if it trains the whole model; without `starts` a checkpoint fills it.
 
-        A run that does not start takes its values from a checkpoint, and reads no `adapter.weights`. Warns of parts of
-        these for other models. Raises UserError if they are not an adapter that fits `model`.
+        Warns of parts of adapter.weights for other models. Raises UserError if they do not fit `model`.
         """
         if not has_adapter(config):
             return None
@@ -85,10 +80,7 @@ class RunAdapter:
         return cls(config.seed, given, path)
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Fills the adapter of `model`, whose base has its values.
-
-        Raises UserError for files that do not fit, and for weights to which the adapter cannot be added.
-        """
+        """Fills the adapter of `model`, whose base is filled. Raises UserError for files or weights that do not fit."""
         with phase("initialising the adapter"), as_user_error("adapter=dora: "):
             initialise_adapters(model, self.seed, device)
         if self.path is not None:

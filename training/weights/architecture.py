@@ -4,8 +4,6 @@ Shapes alone would fit with another base of the rotary angles, another epsilon o
 numbers without a word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,48 +22,26 @@ from training.weights.source import local_source
 LLAMA = "llama"
 # The keys of its configuration that our Llama has, under the same names.
 LLAMA_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rope_theta",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "rope_theta", "rms_norm_eps", "tie_word_embeddings",
+)  # fmt: skip
 # Of a message.
 NAMED = 4
 # Values that our Llama has one of.
 FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 # Keys that change nothing of what a forward computes, or that decide how a model is trained and used.
 WITHOUT_EFFECT = {
-    "architectures",
-    "chunk_size_feed_forward",
-    "dtype",
-    "id2label",
-    "is_decoder",
-    "label2id",
-    "max_position_embeddings",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pretraining_tp",
-    "problem_type",
-    "return_dict",
-    "router_aux_loss_coef",
-    "task_specific_params",
-    "transformers_version",
-    "use_cache",
-}
+    "architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_decoder", "label2id",
+    "max_position_embeddings", "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp",
+    "problem_type", "return_dict", "router_aux_loss_coef", "task_specific_params", "transformers_version", "use_cache",
+}  # fmt: skip
 ENDS_WITHOUT_EFFECT = ("_token_id", "dropout", "dropout_prob", "pdrop", "layerdrop", "range", "init_std")
 
 
 def refuse_other_architecture(config: DictConfig, model: nn.Module) -> None:
     """Raises UserError where the config.json beside `model.weights` describes another model than `model`.
 
-    It names the keys that differ, and the overrides that mend them. `model` may be on the meta device. Weights of the
-    Hub are looked at once they are in the client's cache.
+    It names the keys that differ, and the overrides that mend them. Of the Hub what is in the client's cache counts.
     """
     given = config.model.weights
     if given is None or (folder := folder_of(KEY, given)) is None:
@@ -119,7 +95,10 @@ def _llama_values(values: Mapping[str, Any], place: str | Path) -> dict[str, Any
 
 
 def _refuse_other_source(config: DictConfig, model: nn.Module, folder: Path) -> None:
-    described = _of_diffusers(folder) if hasattr(model, "network") else _of_transformers(config, folder)
+    if hasattr(model, "network"):
+        described = dict(_leaves(values_in(folder / part_in(folder)))), str(folder), None
+    else:
+        described = _of_transformers(config, folder)
     if described is None:
         return
     found, source, overrides = described
@@ -135,10 +114,7 @@ def _refuse_other_source(config: DictConfig, model: nn.Module, folder: Path) -> 
 
 
 def _of_transformers(config: DictConfig, folder: Path) -> tuple[dict[str, Any], str, Any] | None:
-    """Returns the values of the model whose weights are in `folder`, and the source and overrides that make it.
-
-    None: nothing tells.
-    """
+    """Returns the values, source and overrides of the model whose weights are in `folder`; None: nothing tells."""
     source, overrides = str(folder), None
     if (folder / RUN_CONFIG_FILE).is_file():
         run = model_of_run(folder, f"{KEY}={folder}")
@@ -154,11 +130,6 @@ def _of_transformers(config: DictConfig, folder: Path) -> tuple[dict[str, Any], 
     on_hub = not home_expanded(KEY, config.model.weights).exists()
     of_run = (folder / RUN_CONFIG_FILE).is_file()
     return dict(_leaves(found)), config.model.weights if on_hub and not of_run else source, overrides
-
-
-def _of_diffusers(folder: Path) -> tuple[dict[str, Any], str, None]:
-    values = values_in(folder / part_in(folder))
-    return dict(_leaves(values)), str(folder), None
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

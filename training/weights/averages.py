@@ -5,8 +5,6 @@ after step n the average moves towards the weight by 1 - min(decay, n / (9 + n))
 all the way. So the average of a short run, or of the beginning of a long one, forgets the initial weights soon.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -85,10 +83,7 @@ class Averages:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Gives the model the averages for the block, and then the bits of its own weights, copied to host memory.
-
-        No update is under way meanwhile.
-        """
+        """Gives the model the averages for the block, and then its own bits from host memory; without updates."""
         own = {weight: weight.detach().to("cpu", copy=True) for weight in self._average_of}
         try:
             _write(self._average_of)
@@ -98,10 +93,7 @@ class Averages:
 
 
 def averages_in(checkpoint: Path, decay: float | None) -> dict[str, StoredTensor]:
-    """Returns where the averages of a checkpoint are, by name; none without `decay`, the `ema` of the configuration.
-
-    Raises ValueError if there are none though there should be.
-    """
+    """Returns where a checkpoint's averages are, by name; none without `decay`. Raises ValueError if there are none."""
     if decay is None:
         return {}
     files = sorted(checkpoint.glob(f"{EMA_STEM}*.safetensors"))

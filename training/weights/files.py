@@ -1,11 +1,10 @@
 """The weights that a run starts from: found before anything is planned, downloaded when they are needed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from models.json_files import read_object
@@ -38,10 +37,7 @@ def part_of(names: Iterable[str]) -> str | None:
 
 
 def weight_files_in(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a model's folder, or of its part in the folder of a pipeline; [] for none.
-
-    Raises ValueError if its index cannot be used.
-    """
+    """Returns the safetensors files of a model's folder, or of its part in a pipeline's. Raises ValueError."""
     own = folder / part_in(folder)
     for stem in STEMS:
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
@@ -51,16 +47,8 @@ def weight_files_in(folder: Path) -> list[Path]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Returns the safetensors files that are loaded from `path`: a file, an index, the folder of a model or a pipeline.
-
-    Raises FileNotFoundError if it does not exist, and ValueError if it has none, or an index that cannot be used.
-    """
+    """Returns the safetensors files of `path`: a file, an index, a folder. Raises FileNotFoundError or ValueError."""
     return (path.is_dir() and weight_files_in(path)) or list(checkpoint_files(path))
-
-
-def _has_an_adapter_alone(path: Path) -> bool:
-    models = (file for stem in STEMS for file in path.glob(f"{stem}*.safetensors"))
-    return (path / ADAPTER_CONFIG_FILE).is_file() and not any(models)
 
 
 def _as_adapter(path: Path, given: str) -> str:
@@ -73,11 +61,6 @@ def _as_adapter(path: Path, given: str) -> str:
     knobs = {"r": "rank", "lora_alpha": "alpha"}
     settings = [f"adapter.{knob}={values[key]}" for key, knob in knobs.items() if key in values]
     return " ".join([f"adapter={option}", *settings, f"adapter.weights={given}"])
-
-
-def _lacks_its_model(path: Path) -> bool:
-    """Tells whether `path` is a checkpoint of a run whose model was deleted: its other files are safetensors too."""
-    return (path / MANIFEST_FILE).is_file() and (path / STATE_FILE).is_file() and not any(path.glob(f"{WEIGHTS_STEM}*"))
 
 
 def part_in(folder: Path) -> str:
@@ -96,8 +79,7 @@ def _wanted(part: str) -> tuple[list[str], list[str]]:
 class ModelWeights:
     """The value of `model.weights`: a local file or folder, or the name of a model on the Hugging Face Hub.
 
-    `cache` is where the Hub's client keeps files; the client of a dataset may use another place later. `part` is the
-    one of PARTS that has the weights.
+    It keeps the Hub client's `cache`, which a dataset may change, and the one of PARTS that has the weights.
     """
 
     given: str
@@ -106,20 +88,20 @@ class ModelWeights:
     part: str = ""
 
     @classmethod
-    def find(cls, given: str, *, ask: bool = True) -> ModelWeights:
-        """Finds the weights without reading or downloading them. `ask` False does not ask the Hub either.
-
-        Raises UserError naming the value, if neither is there: a file or folder of safetensors, or such a model.
-        """
+    def find(cls, given: str, *, ask: bool = True) -> Self:
+        """Finds the weights, and does not read them; `ask` False asks no Hub. Raises UserError if there are none."""
         path = home_expanded(KEY, given)
         if path.exists():
             refuse_run(KEY, given, path)
-            if _has_an_adapter_alone(path):
+            models = (file for stem in STEMS for file in path.glob(f"{stem}*.safetensors"))
+            if (path / ADAPTER_CONFIG_FILE).is_file() and not any(models):
                 raise UserError(
                     f"{KEY}={given}: has an adapter and no model: give it as {_as_adapter(path, given)}, and its base"
                     f" as {KEY}"
                 )
-            if _lacks_its_model(path):
+            # Its other files are safetensors too.
+            of_run = (path / MANIFEST_FILE).is_file() and (path / STATE_FILE).is_file()
+            if of_run and not any(path.glob(f"{WEIGHTS_STEM}*")):
                 raise UserError(
                     f"{KEY}={given}: the files of the model are missing from this checkpoint: choose another checkpoint"
                 )
@@ -141,10 +123,7 @@ class ModelWeights:
         return replace(found, part=part)
 
     def path(self) -> Path:
-        """Returns the local file or folder. Downloads a model of the Hub, unless its files are in the client's cache.
-
-        Raises UserError if the download fails.
-        """
+        """Returns the local file or folder, downloaded unless it is in the cache. Raises UserError if that fails."""
         if self.on_hub is None:
             return home_expanded(KEY, self.given)
         patterns, others = _wanted(self.part)

@@ -4,8 +4,6 @@ A model of ours has parameters alone. A model of a library (`models.hf`, `models
 `fill_buffers()`, `initialise(seed, device)` and `load(path)`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -35,9 +33,7 @@ def fill_buffers(model: nn.Module) -> None:
 def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
     """Fills the parameters where the mode has placed them: from `weights`, or as a function of the seed.
 
-    Where the model has adapters, it fills the parameters of the base. Those that are in their files
-    (`offload.source=mapped`) have their values already.
-
+    Of a model with adapters it fills the base. Those in their files (`offload.source=mapped`) have their values.
     Raises UserError if the weights do not fit, or a parameter has no initial value.
     """
     if weights is None:
@@ -62,10 +58,7 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
 
 
 def load(model: nn.Module, path: Path) -> None:
-    """Copies the weights of `path` into the model: those of a checkpoint, or of its library's files.
-
-    Raises ValueError or FileNotFoundError.
-    """
+    """Copies weights of a checkpoint or a library into the model. Raises ValueError or FileNotFoundError."""
     by_library = None if has_own_names(model, path) else getattr(model, "load", None)
     if by_library is None:
         load_weights(model, path)

@@ -1,7 +1,5 @@
 """Frozen weights that stay in their files (`source=mapped`): where they are, for the mode of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -27,10 +25,7 @@ def is_mapped(config: DictConfig) -> bool:
 
 
 def mapped_spans(config: DictConfig, model: nn.Module) -> dict[Tensor, list[FileSpan]] | None:
-    """Returns where the weights of `model`, on the meta device, are in files; None for a run that reads none there.
-
-    Raises UserError if none can be read from there.
-    """
+    """Returns where the weights of `model` are in files; None for a run that reads none there. Raises UserError."""
     if not is_mapped(config):
         return None
     places = _places(config, model)

@@ -4,8 +4,6 @@ Ids mean something to a model by the tokens that it was trained on. So weights b
 models that begin from the seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +45,8 @@ class OwnTokenizer:
 def own_tokenizer(model: DictConfig) -> OwnTokenizer | None:
     """Returns the tokenizer of the model that `model`, whose weights are settled, describes; None if nothing has one.
 
-    Weights bring that of their folder or of their name on the Hub, those of a run's checkpoint that of the run; where
-    they have none, model.source does. One of the Hub is named without a look, unless it is in the client's cache.
+    That is the one of the weights (of a checkpoint that of its run), else of model.source. One of the Hub is named
+    without a look, unless it is in the client's cache.
     """
     if model.weights is not None and (found := _of_place(WEIGHTS, model.weights)) is not None:
         return found
@@ -57,10 +55,7 @@ def own_tokenizer(model: DictConfig) -> OwnTokenizer | None:
 
 
 def settled_tokenizer(config: DictConfig) -> str | None:
-    """Returns the dataset.tokenizer that auto stands for; None is bytes.
-
-    Raises UserError if there are weights, and nothing tells on which tokens they were trained.
-    """
+    """Returns what dataset.tokenizer=auto is; None: bytes. Raises UserError for weights of which nothing tells."""
     weights = config.model.weights
     if weights is not None:
         # What is wrong with the weights is said first.
@@ -75,7 +70,7 @@ def settled_tokenizer(config: DictConfig) -> str | None:
 
 
 def refuse_foreign_tokenizer(config: DictConfig, download: bool = False) -> None:
-    """Raises UserError if the dataset has ids that the loaded model was not trained on, and names one of them.
+    """Raises UserError, naming an id, for a dataset with ids that the loaded model was not trained on.
 
     Tokenizers that are on the Hub are looked at where they are in the client's cache, or with `download`.
     """
@@ -157,8 +152,7 @@ def _place(given: str | None) -> str | None:
 def origin_of(config: DictConfig) -> Path | None:
     """Returns the local folder with the config.json of the model whose ids the run of `config` has.
 
-    It is that of the weights, else that of the source. The origin of a checkpoint of a run is that of the run. None for
-    a model that begins from the seed with ids of its own, or whose files are not here.
+    That of the weights, else of the source; of a checkpoint that of its run. None for ids of its own, and for no files.
     """
     if config.model.weights is None and not brought_tokenizer(config):
         return None

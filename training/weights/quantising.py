@@ -4,8 +4,6 @@ Weights that were loaded and quantised are left in a file beside `model.weights`
 next run reads in their place.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +26,7 @@ logger = logging.getLogger(__name__)
 def quantise_blocks(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> None:
     """Makes the matrices of `dtype` in the blocks of `model`, on the meta device, quantised ones, where asked for.
 
-    What a library keeps in float32 beside bf16 stays so, as under its own quantisers.
-
-    Raises UserError in one line where no layer is chosen or a package is missing.
+    What a library keeps in float32 beside bf16 stays so. Raises UserError for no layer, or a missing package.
     """
     if not quantises(config):
         return
@@ -54,10 +50,7 @@ def quantise_blocks(model: nn.Module, config: DictConfig, dtype: torch.dtype) ->
 
 @contextmanager
 def quantised_from_cache(model: nn.Module, config: DictConfig, path: Path) -> Iterator[None]:
-    """Surrounds the loading of the weights at `path`: what a file beside them has quantised is not quantised again.
-
-    Without such a file, it is written afterwards. Raises UserError if it is there and of other weights.
-    """
+    """Surrounds loading: what the file beside `path` has is not quantised again; or writes it. Raises UserError."""
     cache = cache_of(model, config, path)
     if cache is None:
         yield

@@ -3,8 +3,6 @@
 The configuration of a model on the Hub is downloaded first, and alone; `training.weights.files` finds its weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 
@@ -25,9 +23,8 @@ SCHEDULER_FILES = [PIPELINE_FILE, f"scheduler/{SCHEDULER_FILE}"]
 def local_source(given: str) -> str:
     """Returns what the builders of models take: `given`, or the folder with the configuration of a model on the Hub.
 
-    Such a configuration is downloaded into the cache of the Hub's client, unless it is there.
-
-    Raises UserError for a name that the Hub does not know, or if it cannot be reached.
+    That is downloaded unless it is in the client's cache. Raises UserError for a name that the Hub does not know, and
+    if it cannot be reached.
     """
     if not given:
         raise UserError(f"{KEY}=: give a model type, a class or a folder, or the name of a model on the Hub")
@@ -50,10 +47,7 @@ def local_source(given: str) -> str:
 
 
 def source_digest(model: DictConfig) -> str | None:
-    """Returns the SHA-256 of the config.json from which the model of `model.source` is made.
-
-    None: it is made from the name of an architecture, or by no library.
-    """
+    """Returns the SHA-256 of the config.json of model.source; None: an architecture's name, or no library makes it."""
     if "source" not in model:
         return None
     folder = Path(local_source(model.source))
@@ -64,9 +58,8 @@ def source_digest(model: DictConfig) -> str | None:
 def scheduler_of(model: DictConfig) -> Path | None:
     """Returns the scheduler_config.json of the pipeline of `model.weights`, else that of `model.source`; None: neither.
 
-    That of a model on the Hub is downloaded, with the pipeline's own configuration, unless it is in the client's cache.
-
-    Raises UserError for a name that the Hub does not know, or if it cannot be reached.
+    That of the Hub is downloaded, with the pipeline's configuration, unless it is in the cache. Raises UserError for an
+    unknown name, or without the Hub.
     """
     for name in ("weights", "source"):
         given = model.get(name)
@@ -86,7 +79,7 @@ def scheduler_of(model: DictConfig) -> Path | None:
 
 
 def scheduler_given(given: str | None, model: DictConfig) -> Path | None:
-    """Returns the scheduler_config.json that task.scheduler gives; auto: that of the model's files. None: none.
+    """Returns the file of task.scheduler, for auto that of the model; None: none.
 
     Raises UserError if it is not there, or as `scheduler_of`, and where pretrained weights come without one.
     """
@@ -108,11 +101,7 @@ def scheduler_given(given: str | None, model: DictConfig) -> Path | None:
 
 
 def weights_of_source(model: DictConfig) -> str | None:
-    """Returns the `model.weights` that `auto` stands for: those of the source, or None for an architecture's name.
-
-    Those of a model on the Hub are its own, without a look; those of a folder are, if it has any. Raises UserError for
-    an index that cannot be used.
-    """
+    """Returns the `model.weights` of `auto`: the source's, or None for an architecture's. Raises UserError."""
     path = home_expanded(KEY, model.source)
     if path.is_dir():
         with as_user_error(f"{KEY}={model.source}: ", after=", or give model.weights=null"):

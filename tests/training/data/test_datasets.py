@@ -1,8 +1,12 @@
 """The datasets of the `dataset` group: their tokens, and batches that depend on seed and index alone."""
 
+from __future__ import annotations
+
+import json
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +16,10 @@ from tokenizers import Tokenizer, models
 
 from tests.training.helpers.elsewhere import run_elsewhere
 from tests.training.helpers.hub_server import hub_server
+from tests.training.helpers.in_process import composed
 from tests.training.helpers.pretrained_folder import small_tokenizer
 from training.data import packing
-from training.data.datasets import HubText, StdlibText, SyntheticTokens, TextFiles
+from training.data.datasets import HubText, StdlibText, SyntheticTokens, TextFiles, build_dataset, facts_of, has_facts
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
@@ -292,3 +297,28 @@ def test_reading_from_the_hub_writes_into_the_given_folder_only(tmp_path: Path) 
         run_elsewhere(FROM_THE_HUB, tmp_path, HF_ENDPOINT=address)
     written = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*") if path.is_file()}
     assert written == {("here", "run")}
+
+
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+
+def test_chats_have_facts_and_random_tokens_have_none(write, tmp_path: Path) -> None:
+    config, _ = composed(
+        "dataset=chat", f"dataset.files={write('a.jsonl', json.dumps(CHAT))}", "dataset.tokenizer=null", "seq_len=256"
+    )
+    dataset = build_dataset(config, SimpleNamespace(vocab_size=300), tmp_path)
+
+    assert has_facts(config)
+    assert facts_of(dataset)["chats to train on"] == "1; 0 to evaluate on"
+
+    config, _ = composed("dataset=synthetic", "seq_len=256")
+    dataset = build_dataset(config, SimpleNamespace(vocab_size=300), tmp_path)
+    assert not has_facts(config)
+    assert facts_of(dataset) == {}
+    assert dataset.vocab_size == 300
+
+
+def test_random_tokens_for_a_model_of_images_are_refused(tmp_path: Path) -> None:
+    config, _ = composed("dataset=synthetic", "seq_len=256")
+    with pytest.raises(UserError, match=r"dataset.vocab_size=null: SimpleNamespace has no vocabulary"):
+        build_dataset(config, SimpleNamespace(), tmp_path)

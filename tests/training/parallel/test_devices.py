@@ -14,7 +14,7 @@ from tests.training.helpers.in_process import composed
 from training.config.validation import check
 from training.errors import UserError
 from training.parallel import devices
-from training.parallel.devices import Seat, bind_to_node, device_of, gpu_nodes, share_cores, take_seat
+from training.parallel.devices import bind_to_node, device_of, gpu_nodes, share_cores, take_seat
 from training.parallel.world import World
 
 
@@ -47,8 +47,8 @@ def test_ranks_of_several_hosts_have_the_gpus_and_cores_of_their_own(monkeypatch
     monkeypatch.setattr(devices, "gpu_nodes", lambda count: [0, 1][:count])
     for bound, cores in ((3, 3), (12, 8), (None, 8)):
         monkeypatch.setattr(devices, "bind_to_node", lambda nodes, rank, bound=bound: bound)
-        assert take_seat("auto", world) == Seat(torch.device("cuda", 1), cores)
-    assert take_seat("auto", world).cores == 8
+        assert take_seat("auto", world) == (torch.device("cuda", 1), cores)
+    assert take_seat("auto", world)[1] == 8
 
 
 def test_a_gpu_by_number_is_refused_for_several():

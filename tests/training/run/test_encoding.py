@@ -15,8 +15,8 @@ from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import components_of, run_here
 from tests.training.helpers.results import losses
 from tests.training.helpers.videos import draw_videos
-from training.data.building import build_dataset
 from training.data.captioned.videos import frames_of
+from training.data.datasets import build_dataset
 from training.errors import UserError
 from training.run import encoding
 from training.run.encoding import encode_missing

@@ -328,16 +328,16 @@ def test_a_model_from_the_seed_stops_where_its_run_ends_documents(base: Path, tm
 
 def test_a_dataset_without_text_takes_nothing_away(base: Path):
     config = components_of(*JOB, "model=hf", f"model.source={base}", "dataset=synthetic").config
-    assert companions(config).files == small_files(base)
+    assert companions(config)[0] == small_files(base)
 
 
 def test_a_template_of_the_run_is_that_of_the_model(base: Path, tmp_path: Path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     job = (*JOB, "model=hf", f"model.source={base}", "dataset=chat", "dataset.files=none.jsonl")
-    own = companions(components_of(*job).config).files
+    own = companions(components_of(*job).config)[0]
     assert own["chat_template.jinja"] == (base / "chat_template.jinja").read_bytes()
-    given = companions(components_of(*job, f"dataset.template={tmp_path}/t.jinja").config).files
+    given = companions(components_of(*job, f"dataset.template={tmp_path}/t.jinja").config)[0]
     assert given["chat_template.jinja"] == b"{{ messages }}"
-    of_bytes = companions(components_of(*JOB, "dataset=chat", "dataset.files=none.jsonl").config).files
+    of_bytes = companions(components_of(*JOB, "dataset=chat", "dataset.files=none.jsonl").config)[0]
     assert b"messages" in of_bytes["chat_template.jinja"]
     assert json.loads(of_bytes["generation_config.json"])["eos_token_id"] == 256

@@ -4,8 +4,6 @@ A text file has the name of the picture and ends in .txt or .caption, as for koh
 Rows have `file_name` and `text`, as in the layout "imagefolder" of Hugging Face's datasets.
 """
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,11 +19,7 @@ OTHER_ROWS = ("metadata.csv", "metadata.parquet")
 
 
 def captions_below(root: Path, pictures: Sequence[str]) -> list[str]:
-    """Returns the captions of pictures below `root`, whose paths are relative to it. A caption may be empty.
-
-    Raises UserError: one line that names the first picture without a caption and counts these, or a picture with two,
-    a row without a picture, or a file that cannot be read.
-    """
+    """Returns the captions of pictures, paths relative to `root`. Raises UserError for one with none or two."""
     if others := [name for name in files_below(root, OTHER_ROWS) if posixpath.basename(name) in OTHER_ROWS]:
         raise UserError(f"dataset.folder={root}: {others[0]} is not read: write its rows to {ROWS}, an object a line")
     found: dict[str, tuple[str, str]] = {}

@@ -1,15 +1,12 @@
 """Pictures with captions in two columns of a dataset of the Hugging Face Hub, or of a local one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from training.data.corpus import check_column, import_datasets, is_text
-from training.data.hub_client import ask_hub
+from training.data.hub_client import ask_for_dataset
+from training.data.local_files import check_column, import_datasets, is_text
 from training.errors import UserError, first_line
 from training.runs.files import home_expanded
 
@@ -50,19 +47,9 @@ def pictures_in_columns(
     image_column: str = "image",
     text_column: str = "text",
 ) -> Iterator[tuple[ColumnPicture, str]]:
-    """Yields the pictures of a dataset with their captions, row by row.
+    """Yields the pictures of a dataset with their captions, row by row; conf/dataset/captioned.yaml explains the keys.
 
     The library `datasets` keeps a dataset of the Hub in its own cache, and takes it from there without a network.
-
-    Args:
-        name: OWNER/NAME on the Hub, a folder with files of a layout that `datasets.load_dataset` knows, one that
-            `save_to_disk` wrote, or a .parquet file.
-        config_name: the dataset's configuration (subset); None where it has only one.
-        split: the name of the split.
-        revision: a commit, tag or branch.
-        image_column: of the type Image, or with the bytes of picture files.
-        text_column: the captions; an empty one is a caption, null is none.
-
     Raises UserError for a dataset, a configuration, a split or a column that is not there, and for other values.
     """
     datasets = import_datasets()
@@ -84,8 +71,12 @@ def pictures_in_columns(
 
 
 def _loaded(name: str, config_name: str | None, split: str, revision: str | None) -> Any:
-    datasets, path = import_datasets(), home_expanded("dataset.name", name)
-    refusal = None if path.exists() else _refusal_of_hub(name, revision)
+    datasets, path, refusal = import_datasets(), home_expanded("dataset.name", name), None
+    try:
+        if not path.exists():
+            ask_for_dataset(name, revision, "or give dataset.folder=DIR")
+    except UserError as error:
+        refusal = error
     try:
         if (path / SAVED).is_file():
             return datasets.load_from_disk(str(path))
@@ -103,16 +94,3 @@ def _loaded(name: str, config_name: str | None, split: str, revision: str | None
     except Exception as error:
         asked = f"dataset.name={name} dataset.config_name={config_name} dataset.split={split}"
         raise (refusal or UserError(f"{asked}: {first_line(error)}")) from error
-
-
-def _refusal_of_hub(name: str, revision: str | None) -> UserError | None:
-    """Returns what is wrong where the Hub does not answer, or not know the dataset."""
-    from huggingface_hub import HfApi
-
-    given = f"dataset.name={name}" + (f" dataset.revision={revision}" if revision else "")
-    request = partial(HfApi().dataset_info, revision=revision)
-    try:
-        ask_hub(request, name, given, "dataset", "or give dataset.folder=DIR")
-    except UserError as error:
-        return error
-    return None

@@ -1,15 +1,14 @@
 """Captioned: pictures with captions, as the VAE and the text encoders of a pipeline have encoded them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from models.pipelines.calls import ASKED, NetworkCall
 from models.pipelines.encoded import INDEX, EncodedFolder
 from models.pipelines.recording import Asked
 from models.pipelines.videos import CROP, called_with, check_makes_videos, rate_of
-from training.data.captioned.buckets import BucketBatches
 from training.data.captioned.columns import pictures_in_columns
 from training.data.captioned.pictures import (
     CaptionedPicture,
@@ -38,8 +36,9 @@ from training.errors import UserError, as_user_error
 
 LATENTS, MASK, IMAGES = "latents", "mask", "images"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# In the keys of random numbers: held-out pictures, and what is drawn for a batch.
+# In the keys of random numbers: held-out pictures, what is drawn for a batch, orders in a bucket and of buckets.
 HELD_OUT, DRAWN = 0x68656C64, 0x647261776E
+WITHIN, ACROSS = 0x6275636B, 0x73746570
 
 
 class View(NamedTuple):
@@ -76,24 +75,7 @@ class Captioned:
     The pictures of a batch have one size, that of a bucket: of about `size` x `size` pixels, with the picture's aspect
     ratio. A batch has `images`, the normalised latents, float32 [B, ...], drawn anew from the VAE's distribution for
     each batch; the conditions with which the pipeline calls its network, each behind `asked.`; and with `masked`
-    `loss_mask`, float32 [B, height, width] of the latents, from 0 to 1.
-
-    Args:
-        folder: a folder, several, or a dictionary of folders with the times that an epoch shows their pictures; None
-            where there is a `name`.
-        name, config_name, split, revision, image_column, text_column: see `columns.pictures_in_columns`.
-        size: the edge in pixels of a square of as many pixels as a picture gets.
-        multiple: the sides of a picture are multiples of it.
-        frames: how many are taken of each video in folders, for a pipeline of videos; None refuses videos.
-        fps: the frames of a video are those at this rate; None takes each frame, or has the rate that the pipeline
-            tells its network.
-        flip: half of the pictures are mirrored, others in each epoch.
-        crops: how many random parts of each picture are encoded, of which an example gets one; 1 is its middle.
-        ground: the colour under transparent pictures; see `training.data.pictures`.
-        masked: the loss counts where a picture is opaque, or where NAME-mask.png is white.
-        caption_dropout: the share of examples that get the empty caption, for guidance (Ho and Salimans 2022).
-        eval_share: the share of the pictures, random ones, that is held out for evaluation.
-        pipeline, precision: the folder of the pipeline or its name on the Hub, and the precision of its encoders.
+    `loss_mask`, float32 [B, height, width] of the latents, from 0 to 1. conf/dataset/captioned.yaml explains the keys.
 
     Raises UserError if there are no pictures, or one cannot be used.
     """
@@ -165,12 +147,7 @@ class Captioned:
         masked: bool = False,
         **_others: object,
     ) -> dict[str, Tensor]:
-        """Returns a batch of the largest pictures whose network's call is known, on the meta device.
-
-        The arguments are keys of the option: pictures of other sizes do not count.
-
-        Raises UserError before any was.
-        """
+        """Returns a batch of the largest pictures that are encoded, on the meta device. Raises UserError before any."""
         sizes = bucket_sizes(size, multiple)
         sizes += [(frames, *each) for each in sizes]
         calls = [call for call in encoded_by(pipeline, precision).calls() if call.size in sizes]
@@ -259,7 +236,8 @@ class Captioned:
             mean, std = found[LATENTS]
             images.append(mean + std * torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed)))
             masks.append(found.get(MASK, torch.ones(mean.shape[-2:])))
-            call = self._call_of(tuple(mean.shape))
+            noise = tuple(mean.shape)
+            call = self._calls[noise] = self._calls.get(noise) or self.encoded.call_of(noise)
             own = self.encoded.read(_caption_key(self._asked(picture, view)))
             if without_caption:
                 own = call.without_caption(own, self.encoded.read(_caption_key(_empty(picture))))
@@ -272,11 +250,6 @@ class Captioned:
         except ValueError as error:
             raise UserError(f"dataset=captioned: {error}") from error
         return batch | {f"{ASKED}{name}": tensor for name, tensor in merged.items()}
-
-    def _call_of(self, noise: tuple[int, ...]) -> NetworkCall:
-        if noise not in self._calls:
-            self._calls[noise] = self.encoded.call_of(noise)
-        return self._calls[noise]
 
     def _asked(self, picture: CaptionedPicture, view: View) -> Asked:
         # Else the same caption would be kept for each place.
@@ -320,3 +293,47 @@ def _caption_key(asked: Asked) -> str:
     return hashlib.sha256(
         json.dumps([*asked.prompts, asked.size, asked.original_size, asked.crop]).encode()
     ).hexdigest()
+
+
+class BucketBatches:
+    """Batches of pictures of one size, in a new order in each epoch, which shows each picture `repeats` times.
+
+    Where the last batch of a bucket is not full, pictures that the epoch showed first are shown once more.
+    `batch_size` counts those of all ranks together; `seed` decides the order.
+    """
+
+    def __init__(self, pictures: Sequence[CaptionedPicture], batch_size: int, seed: int):
+        self._batch_size, self._seed = batch_size, seed
+        self._buckets: dict[tuple[int, int], list[int]] = {}
+        # Sorted: the order of a bucket does not depend on which bucket's picture comes first.
+        for size in sorted({picture.size for picture in pictures}):
+            self._buckets[size] = [
+                number
+                for number, picture in enumerate(pictures)
+                if picture.size == size
+                for _ in range(picture.repeats)
+            ]
+        # A step and the one before it may be of two epochs.
+        self._batches_of = lru_cache(maxsize=2)(self._of_epoch)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return sum(-(-len(numbers) // self._batch_size) for numbers in self._buckets.values())
+
+    def of_step(self, step: int) -> list[int]:
+        """Returns the places in `pictures` of the batch of step >= 0, one perhaps twice: a pure function."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        return self._batches_of(epoch)[place]
+
+    def _of_epoch(self, epoch: int) -> list[list[int]]:
+        batches = []
+        for size, numbers in self._buckets.items():
+            order = _permuted(len(numbers), WITHIN, self._seed, epoch, *size)
+            for start in range(0, len(order), self._batch_size):
+                places = range(start, start + self._batch_size)
+                batches.append([numbers[order[place % len(order)]] for place in places])
+        return [batches[place] for place in _permuted(len(batches), ACROSS, self._seed, epoch)]
+
+
+def _permuted(count: int, *key: int) -> np.ndarray:
+    return np.argsort(random_words(count, *key), kind="stable")

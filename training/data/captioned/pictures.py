@@ -1,7 +1,5 @@
 """Finds pictures and videos with captions, and cuts each to the size of its bucket, with its mask for the loss."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -34,14 +32,10 @@ COUNTED = re.compile(r"\d+_")
 
 @dataclass(frozen=True)
 class CaptionedPicture:
-    """A picture in a folder, or in a column of a dataset; or a video in a folder.
+    """A picture in a folder, or in a column of a dataset; or a video in a folder. An epoch shows it `repeats` times.
 
-    Attributes:
-        path: where its file is.
-        repeats: how often an epoch shows it.
-        size: height and width of its bucket, in pixels; of a video its frames, height and width.
-        original_size: height and width as found, upright.
-        mask_path: NAME-mask.png beside NAME; None if there is none.
+    `size` is height and width of its bucket, in pixels, of a video behind its frames; `original_size` height and width
+    as found, upright; `mask_path` NAME-mask.png beside NAME.
     """
 
     path: Path | ColumnPicture
@@ -54,12 +48,9 @@ class CaptionedPicture:
 
 @dataclass(frozen=True)
 class Cropped:
-    """A picture as a model gets it.
+    """A picture as a model gets it: float32 [3, H, W] from -1 to 1; of a video [3, frames, H, W].
 
-    Attributes:
-        pixels: float32 [3, H, W] from -1 to 1; of a video [3, frames, H, W].
-        mask: how much each pixel counts in the loss, float32 [1, H, W] from 0 to 1; None where all count alike.
-        crop: that of `crop_of`.
+    `mask` is how much each pixel counts in the loss, float32 [1, H, W] from 0 to 1 (None: alike); `crop` of `crop_of`.
     """
 
     pixels: Tensor
@@ -72,27 +63,16 @@ def find_pictures(
 ) -> list[CaptionedPicture]:
     """Returns the pictures and videos below `folders`, {folder: repeats}: folder by folder, sorted by path in each.
 
-    Reads captions and the headers of pictures. Hidden files are left out, and NAME-mask.png beside a picture NAME is
-    its mask.
-
-    Args:
-        size: the edge of a square of as many pixels as a bucket may have.
-        multiple: sides of buckets are multiples of this.
-        frames: how many are taken of each video; None refuses videos, and takes the first picture of a .gif.
-        fps: see `videos.frames_of`.
-
-    Raises UserError: one line, where there are no pictures, or shorter videos; a picture without a caption, one that
-    cannot be used, or a mask of another size.
+    Reads captions and headers. `size` and `multiple` are those of `bucket_sizes`, `fps` of `videos.frames_of`, of which
+    `frames` are taken; None refuses videos. Raises UserError where there are no pictures, or shorter videos; for a
+    picture without a caption, one that cannot be used, or a mask of another size.
     """
     sizes = bucket_sizes(size, multiple)
     return [each for folder, repeats in folders.items() for each in _in_folder(folder, repeats, sizes, frames, fps)]
 
 
 def in_buckets(found: Iterable[tuple[ColumnPicture, str]], *, size: int, multiple: int) -> list[CaptionedPicture]:
-    """Returns pictures in a column with these captions, each shown once. Args and errors are those of `find_pictures`.
-
-    They have no masks of their own.
-    """
+    """Returns pictures in a column, each shown once, with these captions, as `find_pictures` does; without masks."""
     sizes, pictures = bucket_sizes(size, multiple), []
     for path, caption in found:
         original_size = upright_size(path.read(), str(path))
@@ -154,10 +134,7 @@ def cropped(
     """Resizes a picture, or the frames of a video, until it covers its bucket, and cuts the bucket's size from it.
 
     Args:
-        flip: whether the picture is mirrored.
-        ground: the colour behind a transparent picture, a name of CSS or "#rrggbb".
         alpha_mask: whether the alpha of a transparent picture is its mask; with a mask in a file, their product.
-        fps: of a video; see `videos.frames_of`.
         variation: integers on which alone the place of the cut depends; None takes the middle.
 
     Raises UserError for a picture that cannot be used or has changed since it was found, and for a mask that is
@@ -214,11 +191,7 @@ def _placed(picture: CaptionedPicture, variation: tuple[int, ...] | None) -> tup
 
 
 def content_key(picture: CaptionedPicture, **options: object) -> str:
-    """Returns the SHA-256, in hexadecimal, of what a picture's encoding depends on.
-
-    That is the bytes of picture and mask, the caption, the size of the bucket, and `options`, which are values of JSON.
-    Not the path: a moved folder has the same keys. Raises UserError for a file that cannot be read.
-    """
+    """Returns the SHA-256 of what an encoding depends on: not of the path. Raises UserError for an unreadable file."""
     files = [None if path is None else _digest(path) for path in (picture.path, picture.mask_path)]
     parts = [files, picture.caption, picture.size, options]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -242,8 +215,8 @@ def _digest(path: Path | ColumnPicture) -> str:
 def folders_of(folder: str | Sequence[str] | Mapping[str, int]) -> dict[Path, int]:
     """Returns the repeats of each folder, in the order given: of DIR and [DIR, DIR] once, of {DIR: repeats} as said.
 
-    Raises UserError for another value; a folder that is not there, is in another one or is given twice; and without
-    repeats, for a name as kohya's scripts have it, whose number would have no effect.
+    Raises UserError for another value, a folder that is missing, inside another or given twice, and for kohya's counted
+    names without repeats, whose number would have no effect.
     """
     if isinstance(folder, Mapping):
         given = [(str(name), repeats) for name, repeats in folder.items()]
@@ -288,11 +261,9 @@ def bucket_sizes(size: int, multiple: int) -> list[tuple[int, int]]:
     """Returns (height, width) of all buckets, in pixels: none has more pixels than a square of edge `size`.
 
     The sizes are those of NovelAI ("NovelAI Improvements on Stable Diffusion", 2022), which kohya's scripts have too:
-    at 512 exactly, and at 1024 the largest ones of SDXL's (Podell et al. 2023, appendix I).
-    Sides are multiples of `multiple`; those of others than the square also of a step of size / STEPS, rounded up. No
-    side is longer than four times the other, about.
-
-    Raises UserError if `size` is below `multiple`, or above LARGEST.
+    at 512 exactly, and at 1024 the largest ones of SDXL's (Podell et al. 2023, appendix I). Sides are multiples of
+    `multiple`; those of others than the square also of a step of size / STEPS, rounded up. No side is longer than four
+    times the other, about. Raises UserError if `size` is below `multiple`, or above LARGEST.
     """
     if not multiple <= size <= LARGEST:
         raise UserError(
@@ -309,10 +280,7 @@ def bucket_sizes(size: int, multiple: int) -> list[tuple[int, int]]:
 
 
 def nearest_bucket(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Returns the size, (height, width), that cuts off the least of a picture which covers it; of several the largest.
-
-    That is the size with the nearest aspect ratio on a logarithmic scale.
-    """
+    """Returns (height, width) with the nearest aspect ratio on a logarithmic scale; of several the largest."""
 
     def whole_to_kept(size: tuple[int, int]) -> float:
         one, other = height * size[1], width * size[0]

@@ -1,7 +1,5 @@
 """Reads the first frames of videos, by PyAV, and of moving pictures, by Pillow: all, or those of another rate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,10 +26,7 @@ def is_video(path: Path) -> bool:
 
 
 def size_and_count(path: Path, fps: float | None) -> tuple[tuple[int, int], int]:
-    """Returns height and width, upright, and how many frames there are; at `fps`, if that is given.
-
-    Raises UserError for a file that cannot be used, and without PyAV.
-    """
+    """Returns (height, width), upright, and the frames at `fps`. Raises UserError for a bad file, and without PyAV."""
     times = _times(path)
     count = len(times) if fps is None or not times else int((times[-1] - times[0]) * fps + 0.5) + 1
     for first in frames_of(path, min(count, 1), None):
@@ -42,11 +37,8 @@ def size_and_count(path: Path, fps: float | None) -> tuple[tuple[int, int], int]
 def frames_of(path: Path, count: int, fps: float | None, ground: str = "white") -> Iterator[Any]:
     """Yields `count` frames from the beginning, as upright Pillow images in mode RGB.
 
-    Args:
-        fps: takes the frames that are nearest to the times 0, 1 / fps, 2 / fps, ...; None takes each.
-        ground: the colour behind transparent frames, a name of CSS or "#rrggbb".
-
-    Raises UserError for a file that cannot be used, or has fewer, and without PyAV.
+    `fps` takes those nearest to 0, 1 / fps, 2 / fps, ...; None takes each. Transparent frames lie on `ground`. Raises
+    UserError for a file that cannot be used, or has fewer, and without PyAV.
     """
     wanted = range(count) if fps is None else _nearest(_times(path), count, fps)
     upright = iter(enumerate(_gif_frames(path, ground) if path.suffix.lower() == GIF else _video_frames(path)))

@@ -1,7 +1,5 @@
 """Datasets of chats: rows of files or of the Hub, rendered by a template, padded or packed."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import tempfile
@@ -31,20 +29,8 @@ logger = logging.getLogger(__name__)
 class OfMessages(ABC):
     """Examples of .jsonl, .json and .parquet files, or of a dataset of the Hub, kept in memory as tokens.
 
-    Args:
-        files: paths and glob patterns, relative to the current folder.
-        name, config_name, split, revision: in their place a dataset of the Hub, or a local folder of its layout.
-        columns: {what a column is: its name}, where names are others.
-        template: a file with a template of Jinja; None: the tokenizer's.
-        tokenizer: as `load_tokenizer` takes it.
-        too_long: what becomes of an example of more than seq_len + 1 tokens: drop, truncate or refuse.
-        eval_files: files of examples to evaluate on.
-        eval_share: the share of the examples that is held out where `eval_files` is None: those of the smallest random
-            words, which depend on seed and number alone.
-
-    Attributes:
-        num_blocks: rows of an epoch.
-        longest: positions of the longest sample.
+    conf/dataset/chat.yaml explains the keys. Held out are the examples of the smallest random words, which depend on
+    seed and number alone. `num_blocks` are the rows of an epoch, `longest` the positions of the longest sample.
 
     Raises UserError if a row cannot be read or rendered, or nothing is left to train on.
     """
@@ -172,12 +158,7 @@ class Chats(OfMessages):
     """Chats, each of which is one sample.
 
     A batch has `input_ids` and `labels`, int64 [rows, length], and `lengths` [rows], or `segments` [rows, length] of
-    packed rows. `training.data.chats.conversations` has the layouts of rows, `training.data.chats.rendering` what is
-    trained on.
-
-    Args:
-        train_on: assistant, last or all.
-        packed: several samples share a row of seq_len positions, and do not see each other; else each has a row.
+    `packed` rows. `conversations` has the layouts of rows, `rendering` what is trained on.
     """
 
     noun = "chat"

@@ -10,8 +10,6 @@ Beside these a row may have `system` (a text), `tools` (a list of JSON schemas, 
 to the template as they are.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,16 +20,8 @@ from training.errors import UserError
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
 # The columns that `dataset.columns` may map.
 COLUMNS = (
-    "messages",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "tools",
-    "chat_template_kwargs",
-)
+    "messages", "prompt", "completion", "instruction", "input", "output", "system", "tools", "chat_template_kwargs",
+)  # fmt: skip
 LAYOUTS = "messages, or prompt and completion, or instruction and output"
 
 Message = dict[str, Any]
@@ -54,14 +44,7 @@ class Conversation:
 
 
 class Columns:
-    """Finds columns of rows, by their own names or by those that `dataset.columns` gives.
-
-    Args:
-        given: {name of COLUMNS or of `more`: column of the rows, or None to leave that column alone}.
-        more: names that a dataset adds to COLUMNS.
-
-    Raises UserError if a name is unknown.
-    """
+    """Finds columns by names of COLUMNS and `more`, or as `given` maps them. Raises UserError for an unknown name."""
 
     def __init__(self, given: Mapping[str, str | None] | None = None, more: tuple[str, ...] = ()):
         known = (*COLUMNS, *more)
@@ -79,10 +62,7 @@ class Columns:
 
 
 def conversation_of(row: Mapping[str, Any], columns: Columns, where: str) -> Conversation:
-    """Makes a conversation of a row; `where` names it in messages.
-
-    Where several layouts fit, the first counts. Raises UserError if none does, or if the row has no assistant's turn.
-    """
+    """Makes a conversation of a row, by the first layout that fits. Raises UserError, beginning with `where`."""
     messages, prompt, completion, instruction, output = (
         columns.value(row, name) for name in ("messages", "prompt", "completion", "instruction", "output")
     )
@@ -108,10 +88,7 @@ def conversation_of(row: Mapping[str, Any], columns: Columns, where: str) -> Con
 def conversation_with(
     row: Mapping[str, Any], columns: Columns, where: str, prompt: list[Message], completion: list[Message]
 ) -> Conversation:
-    """Makes a conversation of messages that are given and others, and adds what else the row has for the template.
-
-    Raises UserError if no assistant's turn is among the others, or for a `system` or `tools` that cannot be right.
-    """
+    """Makes a conversation of given messages and others, and further columns. Raises UserError for wrong ones."""
     if not any(message["role"] == "assistant" for message in completion):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in completion)) or "no messages"
         raise UserError(f"{where}: no assistant's turn to train on (it has {roles}): remove the row")
@@ -136,10 +113,7 @@ def conversation_with(
 
 
 def messages_of(value: Any, role: str, where: str) -> list[Message]:
-    """Returns a list of messages; a text becomes one message of `role`.
-
-    Raises UserError for anything else, for a message without a role, and for one that says nothing and calls no tool.
-    """
+    """Returns a list of messages; a text is one of `role`. Raises UserError for one without a role, or empty."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):

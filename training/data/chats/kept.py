@@ -1,7 +1,5 @@
 """Which examples are kept: where each was, what was left out, and which of them are held out."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,10 +19,9 @@ HELD_OUT = 2
 
 @dataclass
 class Kept:
-    """The examples that are kept of the rows that were read, and how many were left out for which reason.
+    """The examples kept of the rows that were read, and how many were left out, for which reason.
 
-    Args:
-        too_long: what becomes of an example with a sample of more than `seq_len` + 1 tokens: drop, truncate or refuse.
+    `too_long` says what becomes of samples of more than `seq_len` + 1 tokens: drop, truncate or refuse.
     """
 
     seq_len: int
@@ -52,10 +49,7 @@ class Kept:
             yield place, row
 
     def fitting(self, examples: Iterable[tuple[Sample, ...]]) -> Iterator[tuple[Sample, ...]]:
-        """Yields the examples of rows that can be trained on, in their order; counts the others.
-
-        An example is one sample, or two whose difference is trained on. Raises UserError for one to refuse.
-        """
+        """Yields the examples, of one sample or two, that fit; counts others. Raises UserError for too_long=refuse."""
         most = self.seq_len + 1
         for row, example in enumerate(examples):
             longest = max(len(sample.ids) for sample in example)
@@ -87,10 +81,7 @@ class Kept:
         return ", ".join(f"{count:,} {why}" for why, count in self.counts.items() if count)
 
     def divided(self, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the examples to train on and those that are held out, by their numbers.
-
-        The draw is among all rows that were read, so that it does not depend on what was left out.
-        """
+        """Returns the numbers to train on and those that are held out, drawn among all rows that were read."""
         held_out = np.zeros(self.read, dtype=bool)
         words = random_words(self.read, seed, HELD_OUT)
         held_out[np.argsort(words, kind="stable")[: int(self.read * share)]] = True

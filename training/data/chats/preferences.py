@@ -7,8 +7,6 @@ them.
 Beside these a row may have `system`, `tools` and `chat_template_kwargs`, as chats have them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,8 +28,7 @@ class Preferences(OfMessages):
     """Pairs of answers.
 
     A batch has `input_ids` and `labels`, int64 [pairs, 2, L], the chosen answer first; labels of the prompt and of
-    padding, which is at the end, are -100. It also has `lengths` int64 [pairs, 2], and `index` int64 [pairs], the
-    numbers of the pairs. L is the longest of the batch.
+    padding, at the end, are -100; `lengths` int64 [pairs, 2]; and the pairs' numbers, `index` int64 [pairs].
     """
 
     has_pairs: ClassVar[bool] = True
@@ -122,8 +119,7 @@ def _check_prompt(prompt: Any, shared: Sequence[Message], where: str) -> None:
 def pair_samples(pairs: Iterable[Pair], template: Template) -> Iterator[tuple[Sample, Sample]]:
     """Renders pairs in their order: samples of the chosen and the rejected answer, of which the answers are trained on.
 
-    Both answers begin at the same token: a template may write a prompt otherwise once an answer follows, and tokens may
-    join across its end.
+    Both begin at one token: a template may write a prompt otherwise before an answer, and tokens may join at its end.
     """
     encodings = template.encoded((pair.chosen.where, text, None) for pair in pairs for text in _texts(pair, template))
     ids = (np.array(encoding.ids, dtype=np.uint32) for encoding, _ in encodings)

@@ -5,16 +5,13 @@ that a row lacks as None. So JSON is read as JSON, and such keys are dropped whe
 columns of `Json`, in which the library `datasets` keeps values as they are.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.data.corpus import import_datasets
 from training.data.hub_rows import open_rows
-from training.data.local_files import Rows, find_files, json_lines, json_rows, read_each
+from training.data.local_files import Rows, find_files, import_datasets, json_lines, json_rows, read_each
 from training.errors import UserError, first_line
 
 EXTENSIONS = (".jsonl", ".json", ".parquet")
@@ -24,20 +21,15 @@ USE_LOCAL_FILES = "or train on local files with dataset.files=PATH"
 def read_files(patterns: str | Sequence[str] | None, key: str = "dataset.files") -> Rows:
     """Yields the rows of local files that `key` gave; the place of each names the file too.
 
-    A .jsonl file has an object a line, a .json file that or a list of objects, or one object.
-
-    Raises UserError if a file is missing, cannot be read, or does not have the format of its extension.
+    A .json file has a list of objects, an object a line, or one object. Raises UserError for a file that is missing,
+    unreadable or of another format.
     """
     files = find_files(patterns, key, EXTENSIONS)
     return read_each(files, key, lambda file: _named(f"{file}", READERS[file.suffix.lower()](file)))
 
 
 def read_hub(name: str, config_name: str | None, split: str, revision: str | None, folder: str) -> Rows:
-    """Yields the rows of a dataset of the Hub, or of a local folder with the same layout.
-
-    `folder` is for the metadata that the Hub's client stores. Raises UserError as `open_rows` does, and if the network
-    fails later.
-    """
+    """Yields the rows of a dataset of the Hub, or of a local folder; `folder` has metadata. Raises as `open_rows`."""
     rows = open_rows(name, config_name, split, revision=revision, folder=folder, otherwise=USE_LOCAL_FILES)
     try:
         yield from _named(f"dataset.name={name}", _of_arrow(rows))

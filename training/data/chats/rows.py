@@ -4,13 +4,12 @@ A sample of n tokens takes n - 1 positions: inputs are all but its last token, l
 trained on. Every batch is a pure function of samples, seed and index.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,12 +30,9 @@ ORDER_OF_BATCHES = 1
 
 @dataclass(frozen=True)
 class SampleTokens:
-    """The tokens of many examples, one after the other. An example is `group` samples.
+    """The tokens of many examples of `group` samples, one after the other.
 
-    Attributes:
-        ids: uint16 or uint32 [tokens]
-        trained: bool [tokens]
-        starts: int64 [samples + 1], where each sample begins, and the last one ends.
+    `ids` uint16 or uint32 [tokens], `trained` bool [tokens]; `starts` int64 [samples + 1], the last where all end.
     """
 
     ids: np.ndarray
@@ -45,7 +41,7 @@ class SampleTokens:
     group: int = 1
 
     @classmethod
-    def of(cls, samples: Iterable[Sample], vocab_size: int, group: int = 1) -> SampleTokens:
+    def of(cls, samples: Iterable[Sample], vocab_size: int, group: int = 1) -> Self:
         """Joins samples, whose ids are below `vocab_size`."""
         # Bytearrays grow in place: a list of arrays would need as much again.
         dtype, ids, trained, ends = token_dtype(vocab_size), bytearray(), bytearray(), [0]
@@ -80,18 +76,12 @@ class SampleTokens:
 
 
 class Rows(ABC):
-    """Batches of rows of some examples. Each epoch has all of them, in a new order.
-
-    Attributes:
-        num_blocks: rows of an epoch.
-    """
+    """Batches of rows of some examples, all of them in a new order in each epoch, of `num_blocks` rows."""
 
     num_blocks: int
 
     def __init__(self, tokens: SampleTokens, seed: int, batch_size: int):
-        self._tokens = tokens
-        self._seed = seed
-        self._batch_size = batch_size
+        self._tokens, self._seed, self._batch_size = tokens, seed, batch_size
 
     @property
     @abstractmethod
@@ -136,11 +126,7 @@ class Rows(ABC):
 
 
 class PaddedRows(Rows):
-    """One example a row; a batch is as long as the longest of its samples, and has examples of about the same length.
-
-    Args:
-        numbers: the examples.
-    """
+    """One example a row, as long as the longest of its batch, whose examples have about the same length."""
 
     def __init__(self, tokens: SampleTokens, numbers: np.ndarray, *, seed: int, batch_size: int):
         super().__init__(tokens, seed, batch_size)
@@ -177,10 +163,7 @@ class PaddedRows(Rows):
         return sorted(super().spread(wanted), key=lambda row: (self._lengths[row], row))
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Shuffles, sorts within windows of batches, and shuffles the batches of each window.
-
-        What completes the last batch of the epoch before, and what is left for the last batch, is not sorted.
-        """
+        """Shuffles, sorts within windows of whole batches, and shuffles the batches of each window."""
         order = super().order(epoch)
         size = self._batch_size
         first = min(-epoch * self.num_blocks % size, self.num_blocks)
@@ -204,11 +187,7 @@ class PairRows(PaddedRows):
 
 
 class PackedRows(Rows):
-    """Rows of `seq_len` positions, each with as many samples as fit; they are packed once.
-
-    Args:
-        numbers: the samples, none of which takes more than `seq_len` positions.
-    """
+    """Rows of `seq_len` positions, each with as many of the samples `numbers` as fit; they are packed once."""
 
     def __init__(self, tokens: SampleTokens, numbers: np.ndarray, *, seed: int, batch_size: int, seq_len: int):
         super().__init__(tokens, seed, batch_size)
@@ -244,12 +223,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Packs items into rows of `capacity`: the largest first, each into the row that it leaves least room in.
 
     Best fit, decreasing (Johnson 1973), with a bit for every room that rows have left: a million items take seconds.
-
-    Args:
-        sizes: int64 [items], each at least 1 and at most `capacity`.
-
-    Returns:
-        The items, row after row, int64 [items], and where each row begins and the last one ends, int64 [rows + 1].
+    `sizes`, int64 [items], are from 1 to `capacity`. Returns the items, row after row, int64 [items], and where each
+    row begins and the last one ends, int64 [rows + 1].
     """
     largest_first = np.argsort(-sizes, kind="stable")
     rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
