@@ -22,19 +22,16 @@ IMAGE = {"image_size": 16, "num_labels": CLASSES}
 LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", DECODER),
     "qwen3_tied": ("qwen3", {**DECODER, "tie_word_embeddings": True}),
-    "llama": ("llama", GROUPED),
-    "gpt2": ("gpt2", {**SPECIAL, **GPT}),
+    "llama": ("llama", GROUPED), "gpt2": ("gpt2", {**SPECIAL, **GPT}),
     # Some of its parameters begin as their modules are made.
     "openai-gpt": ("openai-gpt", GPT),
     # An encoder, which is a decoder in this task; its head has a bias.
     "bert": ("bert", {**PLAIN, "hidden_dropout_prob": 0.0}),
     "opt": ("opt", {**TEXT, "ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 32}),
-    "falcon": ("falcon", TEXT),
-    "gemma": ("gemma", DECODER),
+    "falcon": ("falcon", TEXT), "gemma": ("gemma", DECODER),
     # Sliding windows, and two rotary tables.
     "gemma3_text": (
-        "gemma3_text",
-        {**DECODER, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        "gemma3_text", {**DECODER, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "gemma2": ("gemma2", {**DECODER, "sliding_window": 4}),
     "granite": ("granite", {**GROUPED, "logits_scaling": 3.0}),
@@ -44,33 +41,17 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
         {
-            **PLAIN,
-            "num_key_value_heads": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 8,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 4,
+            **PLAIN, "num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+            "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+            "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
         },
     ),
     "qwen3_next": (
         "qwen3_next",
         {
-            **DECODER,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 8,
-            "shared_expert_intermediate_size": 8,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_key_head_dim": 4,
-            "linear_value_head_dim": 4,
-            "linear_num_key_heads": 2,
+            **DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8, "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2,
             "linear_num_value_heads": 2,
         },
     ),
@@ -78,7 +59,7 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba",
         {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 2},
     ),
-}
+}  # fmt: skip
 VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit", {**LAYERS, **IMAGE, "num_attention_heads": 2, "patch_size": 8}),
     "convnext": ("convnext", {"num_labels": CLASSES, "hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2}),
@@ -100,28 +81,17 @@ SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": (
         "bart",
         {
-            **SPECIAL,
-            **SEQUENCES,
-            "d_model": 16,
-            "decoder_layers": 2,
-            "decoder_ffn_dim": 32,
-            "decoder_attention_heads": 2,
-            "encoder_layers": 1,
+            **SPECIAL, **SEQUENCES, "d_model": 16, "decoder_layers": 2, "decoder_ffn_dim": 32,
+            "decoder_attention_heads": 2, "encoder_layers": 1,
         },
     ),
     # Tables of positions that nothing trains.
-    "gptj": ("gptj", CODEGEN),
-    "codegen": ("codegen", CODEGEN),
-    "ctrl": ("ctrl", {**GPT, "dff": 32}),
+    "gptj": ("gptj", CODEGEN), "codegen": ("codegen", CODEGEN), "ctrl": ("ctrl", {**GPT, "dff": 32}),
     # A table of positions of which the last is no text's.
     "prophetnet": (
         "prophetnet",
         {
-            **SPECIAL,
-            **SEQUENCES,
-            "hidden_size": 16,
-            "num_decoder_layers": 2,
-            "decoder_ffn_dim": 32,
+            **SPECIAL, **SEQUENCES, "hidden_size": 16, "num_decoder_layers": 2, "decoder_ffn_dim": 32,
             "num_decoder_attention_heads": 2,
         },
     ),
@@ -139,20 +109,17 @@ SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "xlstm": ("xlstm", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}),
     # A table of places that a linear layer takes.
     "swinv2": (
-        "swinv2",
-        {**IMAGE, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+        "swinv2", {**IMAGE, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
     ),
     # Logits under another name.
     "pp_lcnet": (
         "pp_lcnet",
         {
-            "num_labels": CLASSES,
-            "block_configs": [[[3, 16, 16, 1, False]]] * 4 + [[[5, 16, 24, 2, True]]],
-            "depths": [1] * 5,
-            "class_expand": 32,
+            "num_labels": CLASSES, "block_configs": [[[3, 16, 16, 1, False]]] * 4 + [[[5, 16, 24, 2, True]]],
+            "depths": [1] * 5, "class_expand": 32,
         },
     ),
-}
+}  # fmt: skip
 
 
 def task_of(name: str) -> str:

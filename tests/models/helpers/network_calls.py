@@ -184,28 +184,20 @@ CALLS: dict[str, Callable[[Given], Arguments]] = {
         | dict.fromkeys(("timestep", "r_timestep"), given.steps[:, None].repeat(1, 2))
     ),
     "audioldm2": lambda given: of_sample(given, encoder_attention_mask_1=given.ones(3)),
-    "auraflow": of_times,
-    "bria_fibo": of_fibo,
-    "bria": lambda given: of_pairs(given, timestep=given.steps),
+    "auraflow": of_times, "bria_fibo": of_fibo, "bria": lambda given: of_pairs(given, timestep=given.steps),
     "cascade": lambda given: {"sample": given.noisy, "timestep_ratio": given.times},
     "chroma": lambda given: of_pairs(given, attention_mask=given.ones(9)),
-    "chronoedit": lambda given: of_steps(given, given.beside()),
-    "cogvideox": of_cogvideo,
-    "cogvideox15": of_cogvideo,
+    "chronoedit": lambda given: of_steps(given, given.beside()), "cogvideox": of_cogvideo, "cogvideox15": of_cogvideo,
     "cogvideox_image": lambda given: of_steps(given, given.beside(2), ofs=torch.full((1,), 2.0)),
-    "cogview3": of_cogview,
-    "cogview4": of_cogview,
+    "cogview3": of_cogview, "cogview4": of_cogview,
     "cogview4_control": lambda given: of_cogview(given, given.beside()),
     "consisid": lambda given: of_steps(given, given.noisy.transpose(1, 2)),
     "cosmos": lambda given: of_times(given, padding_mask=given.noisy.new_zeros(1, 1, *given.noisy.shape[-2:])),
-    "dreamlite": of_sample,
-    "easyanimate": of_steps,
+    "dreamlite": of_sample, "easyanimate": of_steps,
     "ernie_image": lambda given: of_steps(given, text_lens=given.ones(3).sum(dim=1)),
-    "flux2": of_flux2,
-    "flux3": of_flux3,
+    "flux2": of_flux2, "flux3": of_flux3,
     "hidream": lambda given: {
-        "hidden_states": given.noisy,
-        "timesteps": given.steps,
+        "hidden_states": given.noisy, "timesteps": given.steps,
         "encoder_hidden_states_llama3": given.condition["encoder_hidden_states_llama3"].transpose(0, 1),
     },
     "hunyuan_dit": of_hunyuan_dit,
@@ -222,14 +214,10 @@ CALLS: dict[str, Callable[[Given], Arguments]] = {
     "krea2": lambda given: of_times(
         given, given.pairs, position_ids=diffusers.Krea2Pipeline.prepare_position_ids(3, 2, 3, torch.device("cpu"))
     ),
-    "latte": of_steps,
-    "longcat": of_longcat,
+    "latte": of_steps, "longcat": of_longcat,
     # It continues no sound.
     "longcat_audio": lambda given: of_times(
-        given,
-        given.noisy.mT,
-        encoder_attention_mask=given.ones(3),
-        attention_mask=given.ones(6),
+        given, given.noisy.mT, encoder_attention_mask=given.ones(3), attention_mask=given.ones(6),
         latent_cond=given.full(0, 6, 4),
     ),
     "lumina2": lambda given: of_steps(given, timestep=1 - given.times, encoder_attention_mask=given.ones(3)),
@@ -241,22 +229,16 @@ CALLS: dict[str, Callable[[Given], Arguments]] = {
         given, given.pairs, img_shapes=[(1, 2, 3)] * len(given.noisy), encoder_hidden_states_mask=given.ones(3)
     ),
     "ovis": lambda given: of_pairs(given, txt_ids=torch.arange(3.0)[:, None] * torch.tensor([0.0, 1.0, 1.0])),
-    "pixart": of_pixart,
-    "prior": of_steps,
-    "prx": of_times,
+    "pixart": of_pixart, "prior": of_steps, "prx": of_times,
     "qwen": lambda given: of_times(given, given.pairs, img_shapes=[[(1, 2, 3)]] * len(given.noisy)),
     # Six tokens after the text, for four latents each.
     "qwen21": lambda given: of_times(
-        given,
-        given.noisy.flatten(2).mT,
-        img_shapes=[[(1, 4, 6)]] * len(given.noisy),
+        given, given.noisy.flatten(2).mT, img_shapes=[[(1, 4, 6)]] * len(given.noisy),
         img_mask=torch.tensor([[False] * 3 + [True] * 6] * len(given.noisy)),
     ),
     # Its scale of times is 1, that of its guidance 0.1.
     "sana": lambda given: of_steps(given, guidance=given.full(0.45)),
-    "sana_video": of_steps,
-    "sd3": of_steps,
-    "skyreels": of_steps,
+    "sana_video": of_steps, "sd3": of_steps, "skyreels": of_steps,
     "skyreels_image": lambda given: of_steps(given, given.beside()),
     "stable_audio": of_stable_audio,
     "stable_audio3": lambda given: of_times(given, encoder_attention_mask=given.ones(3)),
@@ -265,12 +247,8 @@ CALLS: dict[str, Callable[[Given], Arguments]] = {
     "unet_3d": of_sample,
     # Its text is that of each frame.
     "unet_motion": lambda given: of_sample(given, encoder_hidden_states=given.text.repeat_interleave(2, dim=0)),
-    "wan": of_steps,
-    "wan_image": lambda given: of_steps(given, given.beside()),
-    "wan_vace": of_steps,
+    "wan": of_steps, "wan_image": lambda given: of_steps(given, given.beside()), "wan_vace": of_steps,
     "z_image": lambda given: {
-        "x": list(given.noisy[:, :, None]),
-        "t": 1 - given.times,
-        "cap_feats": list(given.condition["cap_feats"]),
+        "x": list(given.noisy[:, :, None]), "t": 1 - given.times, "cap_feats": list(given.condition["cap_feats"]),
     },
-}
+}  # fmt: skip

@@ -39,15 +39,9 @@ def qwen_tokenizer() -> transformers.Qwen2Tokenizer:
 
 def clip(projection: bool = False) -> nn.Module:
     config = transformers.CLIPTextConfig(
-        vocab_size=600,
-        hidden_size=32,
-        intermediate_size=37,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        projection_dim=32,
-        bos_token_id=512,
-        eos_token_id=513,
-    )
+        vocab_size=600, hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
+        projection_dim=32, bos_token_id=512, eos_token_id=513,
+    )  # fmt: skip
     return (transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel)(config).eval()
 
 
@@ -57,151 +51,87 @@ def t5(made: type = transformers.T5EncoderModel, config: type = transformers.T5C
 
 def vae(**options: object) -> nn.Module:
     return diffusers.AutoencoderKL(
-        block_out_channels=(8, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        norm_num_groups=4,
-        sample_size=32,
-        **options,
-    ).eval()
+        block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, sample_size=32, **options,
+    ).eval()  # fmt: skip
 
 
 def unet(**options: object) -> nn.Module:
     return diffusers.UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        norm_num_groups=4,
-        **options,
-    )
+        sample_size=16, block_out_channels=(16, 32), layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=4, **options,
+    )  # fmt: skip
 
 
 def flux() -> DiffusionPipeline:
     transformer = diffusers.FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-        guidance_embeds=True,
-    )
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True,
+    )  # fmt: skip
     return diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=vae(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.36),
-        text_encoder=clip(),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=t5(),
-        tokenizer_2=t5_tokenizer(),
+        text_encoder=clip(), tokenizer=clip_tokenizer(), text_encoder_2=t5(), tokenizer_2=t5_tokenizer(),
         transformer=transformer,
-    )
+    )  # fmt: skip
 
 
 def sd3() -> DiffusionPipeline:
     transformer = diffusers.SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        caption_projection_dim=32,
-        pooled_projection_dim=64,
-    )
+        sample_size=16, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
+        num_attention_heads=4, joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=64,
+    )  # fmt: skip
     return diffusers.StableDiffusion3Pipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae(shift_factor=0.06, scaling_factor=1.5),
-        text_encoder=clip(projection=True),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=clip(projection=True),
-        tokenizer_2=clip_tokenizer(),
-        text_encoder_3=t5(),
-        tokenizer_3=t5_tokenizer(),
-        transformer=transformer,
-    )
+        text_encoder=clip(projection=True), tokenizer=clip_tokenizer(), text_encoder_2=clip(projection=True),
+        tokenizer_2=clip_tokenizer(), text_encoder_3=t5(), tokenizer_3=t5_tokenizer(), transformer=transformer,
+    )  # fmt: skip
 
 
 def sdxl() -> DiffusionPipeline:
     network = unet(
-        attention_head_dim=(2, 4),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=80,
-        cross_attention_dim=64,
-    )
+        attention_head_dim=(2, 4), use_linear_projection=True, addition_embed_type="text_time",
+        addition_time_embed_dim=8, projection_class_embeddings_input_dim=80, cross_attention_dim=64,
+    )  # fmt: skip
     return diffusers.StableDiffusionXLPipeline(
         scheduler=diffusers.EulerDiscreteScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="epsilon"
         ),
-        vae=vae(),
-        text_encoder=clip(),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=clip(projection=True),
-        tokenizer_2=clip_tokenizer(),
-        unet=network,
-    )
+        vae=vae(), text_encoder=clip(), tokenizer=clip_tokenizer(), text_encoder_2=clip(projection=True),
+        tokenizer_2=clip_tokenizer(), unet=network,
+    )  # fmt: skip
 
 
 def pixart() -> DiffusionPipeline:
     transformer = diffusers.PixArtTransformer2DModel(
-        sample_size=8,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_channels=32,
-        cross_attention_dim=32,
-        in_channels=4,
-        out_channels=8,
-        use_additional_conditions=False,
-    )
+        sample_size=8, num_layers=2, attention_head_dim=8, num_attention_heads=4, caption_channels=32,
+        cross_attention_dim=32, in_channels=4, out_channels=8, use_additional_conditions=False,
+    )  # fmt: skip
     return diffusers.PixArtSigmaPipeline(
-        scheduler=diffusers.DPMSolverMultistepScheduler(),
-        vae=vae(),
-        text_encoder=t5(),
-        tokenizer=t5_tokenizer(),
+        scheduler=diffusers.DPMSolverMultistepScheduler(), vae=vae(), text_encoder=t5(), tokenizer=t5_tokenizer(),
         transformer=transformer,
-    )
+    )  # fmt: skip
 
 
 def qwen_image() -> DiffusionPipeline:
     transformer = diffusers.QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
-    )
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
     autoencoder = diffusers.AutoencoderKLQwenImage(
-        base_dim=24,
-        z_dim=4,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False],
-        latents_mean=[0.1, 0.2, 0.3, 0.4],
-        latents_std=[1.0, 2.0, 1.5, 0.5],
-    )
+        base_dim=24, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
+        latents_mean=[0.1, 0.2, 0.3, 0.4], latents_std=[1.0, 2.0, 1.5, 0.5],
+    )  # fmt: skip
     text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6}
     text |= {"num_key_value_heads": 2, "vocab_size": 300, "rope_parameters": rope}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
     config = transformers.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        vision_token_id=290,
-        image_token_id=291,
-        vision_start_token_id=292,
+        text_config=text, vision_config=vision, vision_token_id=290, image_token_id=291, vision_start_token_id=292,
         vision_end_token_id=293,
-    )
+    )  # fmt: skip
     return diffusers.QwenImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=autoencoder.eval(),
@@ -213,24 +143,12 @@ def qwen_image() -> DiffusionPipeline:
 
 def wan() -> DiffusionPipeline:
     transformer = diffusers.WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-    )
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=32, freq_dim=32,
+        ffn_dim=32, num_layers=2, rope_max_seq_len=32,
+    )  # fmt: skip
     autoencoder = diffusers.AutoencoderKLWan(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        latents_mean=[0.1] * 4,
-        latents_std=[1.5] * 4,
-    )
+        base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.1] * 4, latents_std=[1.5] * 4,
+    )  # fmt: skip
     return diffusers.WanPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         vae=autoencoder.eval(),
@@ -242,31 +160,19 @@ def wan() -> DiffusionPipeline:
 
 def ltx() -> DiffusionPipeline:
     transformer = diffusers.LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        cross_attention_dim=32,
-        num_layers=1,
-        caption_channels=32,
-    )
+        in_channels=8, out_channels=8, num_attention_heads=4, attention_head_dim=8, cross_attention_dim=32,
+        num_layers=1, caption_channels=32,
+    )  # fmt: skip
     autoencoder = diffusers.AutoencoderKLLTXVideo(
-        latent_channels=8,
-        block_out_channels=(8, 8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1, 1),
-        spatio_temporal_scaling=(True, True, False, False),
-        decoder_spatio_temporal_scaling=(True, True, False, False),
+        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
         patch_size=1,
-    )
+    )  # fmt: skip
     return diffusers.LTXPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=autoencoder.eval(),
-        text_encoder=t5(),
-        tokenizer=t5_tokenizer(),
-        transformer=transformer,
-    )
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=autoencoder.eval(), text_encoder=t5(),
+        tokenizer=t5_tokenizer(), transformer=transformer,
+    )  # fmt: skip
 
 
 def stable_diffusion() -> DiffusionPipeline:
@@ -274,29 +180,18 @@ def stable_diffusion() -> DiffusionPipeline:
         scheduler=diffusers.PNDMScheduler(
             skip_prk_steps=True, beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
         ),
-        vae=vae(),
-        text_encoder=clip(),
-        tokenizer=clip_tokenizer(),
-        unet=unet(attention_head_dim=4, cross_attention_dim=32),
-        safety_checker=None,
-        feature_extractor=None,
+        vae=vae(), text_encoder=clip(), tokenizer=clip_tokenizer(),
+        unet=unet(attention_head_dim=4, cross_attention_dim=32), safety_checker=None, feature_extractor=None,
         requires_safety_checker=False,
-    )
+    )  # fmt: skip
 
 
 def chroma() -> DiffusionPipeline:
     transformer = diffusers.ChromaTransformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 4, 8),
-        approximator_hidden_dim=32,
-        approximator_layers=1,
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, axes_dims_rope=(4, 4, 8), approximator_hidden_dim=32, approximator_layers=1,
         approximator_num_channels=16,
-    )
+    )  # fmt: skip
     return diffusers.ChromaPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=vae(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.36),
@@ -308,27 +203,15 @@ def chroma() -> DiffusionPipeline:
 
 def z_image() -> DiffusionPipeline:
     transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=4,
-        dim=16,
-        n_layers=1,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=16,
-        axes_dims=[4, 2, 2],
-        axes_lens=[640, 64, 64],
-    )
+        in_channels=4, dim=16, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
+        axes_dims=[4, 2, 2], axes_lens=[640, 64, 64],
+    )  # fmt: skip
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = "user {{ messages[0]['content'] }}"
     config = transformers.Qwen3Config(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+        vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
     return diffusers.ZImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.36),
