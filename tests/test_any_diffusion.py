@@ -36,19 +36,11 @@ def job(name: str) -> tuple[str, ...]:
     condition = {key: list(value.shape[1:]) for key, value in inputs_of(name)[1].items()}
     labels = ("dataset.num_classes=2",) if condition.pop("labels", None) is not None else ()
     return (
-        *COMMON,
-        "model=diffusers",
-        f"model.source={kind}",
-        f"model.overrides={written(options)}",
-        "task=flow_matching",
-        "task.null_class=2",
-        "dataset=synthetic_images",
-        f"dataset.shape={written(shape)}",
+        *COMMON, "model=diffusers", f"model.source={kind}", f"model.overrides={written(options)}",
+        "task=flow_matching", "task.null_class=2", "dataset=synthetic_images", f"dataset.shape={written(shape)}",
         f"dataset.condition={written(condition) if condition else 'null'}",
-        *labels,
-        "optimizer=host_adamw",
-        "steps=2",
-    )
+        *labels, "optimizer=host_adamw", "steps=2",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

@@ -20,20 +20,13 @@ COMMON = (*(o for o in TINY_RUN if not o.startswith("model.")), "log_every=1", "
 UPDATES = ("optimizer=host_adamw",)
 GPT2 = ("model=hf", "model.source=gpt2", "model.overrides={n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 300}")
 UNET = (
-    "model=diffusers",
-    "model.source=UNet2DModel",
+    "model=diffusers", "model.source=UNet2DModel",
     "model.overrides={sample_size: 8, in_channels: 1, out_channels: 1, block_out_channels: [8, 16],"
     " down_block_types: [DownBlock2D, DownBlock2D], up_block_types: [UpBlock2D, UpBlock2D],"
     " norm_num_groups: 4, num_class_embeds: 4, layers_per_block: 1}",
-    "task=flow_matching",
-    "task.null_class=3",
-    "task.sample_steps=2",
-    "task.sample_count=3",
-    "dataset=glyphs",
-    "dataset.characters=abc",
-    "dataset.size=8",
-    "dataset.count=100",
-)
+    "task=flow_matching", "task.null_class=3", "task.sample_steps=2", "task.sample_count=3", "dataset=glyphs",
+    "dataset.characters=abc", "dataset.size=8", "dataset.count=100",
+)  # fmt: skip
 # Each way of moving weights, and one of activations; tests/test_train.py has the others.
 MODES = ("none", "bounce_linear", "shard_offload", "layer_stream_swap")
 TASKS = {"gpt2": (*GPT2, "microbatches=2"), "unet": (*UNET, "eval.every=2", "eval.batches=1", "sample.every=4")}

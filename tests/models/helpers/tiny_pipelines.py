@@ -1,7 +1,5 @@
 """Tiny pipelines of diffusers, made from configurations: their encoders, networks and tokenizers have random values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The datasets of the `dataset` group: their tokens, and batches that depend on seed and index alone."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -27,18 +27,10 @@ def overrides_of(pipeline: Path, pictures: Path, task: str = "flow_matching") ->
     """Returns the overrides of a short run."""
     run = [each for each in TINY_RUN if not each.startswith(("model.", "dataset=", "seq_len", "batch_size"))]
     return [
-        *run,
-        "model=pipeline",
-        f"model.source={pipeline}",
-        f"task={task}",
-        "dataset=captioned",
-        f"dataset.folder={pictures}",
-        "dataset.size=64",
-        "dataset.multiple=32",
-        "batch_size=2",
-        "steps=2",
+        *run, "model=pipeline", f"model.source={pipeline}", f"task={task}", "dataset=captioned",
+        f"dataset.folder={pictures}", "dataset.size=64", "dataset.multiple=32", "batch_size=2", "steps=2",
         "log_every=1",
-    ]
+    ]  # fmt: skip
 
 
 def given(name: str, pipeline: Path, pictures: Path, *others: str) -> list[str]:

@@ -35,31 +35,17 @@ from training.sweeps import launcher
 
 # A model and a batch that take a fraction of a second a step.
 SMALL_MODEL = (
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=2",
-    "batch_size=4",
-    "device=cpu",
+    "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2", "batch_size=4", "device=cpu",
     # A preset, so that no run measures the machine.
-    "hardware=h200",
-    "dataset=synthetic",
-)
+    "hardware=h200", "dataset=synthetic",
+)  # fmt: skip
 # A run of six steps, in a second or two.
 TINY_RUN = (
-    "model.hidden_size=16",
-    "model.intermediate_size=32",
-    "model.num_hidden_layers=2",
-    "batch_size=4",
-    "seq_len=32",
-    "steps=6",
-    "log_every=2",
-    "warmup_steps=1",
-    "device=cpu",
-    "hardware=h200",
-    "tracking=disabled",
+    "model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=2", "batch_size=4", "seq_len=32",
+    "steps=6", "log_every=2", "warmup_steps=1", "device=cpu", "hardware=h200", "tracking=disabled",
     # Reading and encoding text would take most of the time.
     "dataset=synthetic",
-)
+)  # fmt: skip
 # As many steps of SMALL_MODEL.
 SMALL_RUN = (*SMALL_MODEL, "seq_len=64", "steps=6", "log_every=2", "warmup_steps=1")
 CONF = ROOT / "conf"

@@ -21,14 +21,9 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
 )
 SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
 # The ids of a model that ends a text with either of two tokens.
 STOPS = [2, 0]
 

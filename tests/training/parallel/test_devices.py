@@ -1,7 +1,5 @@
 """The device of a rank, and its part of the cores: those of its GPU's node."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

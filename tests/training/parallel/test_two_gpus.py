@@ -3,8 +3,6 @@
 The runs are processes of their own: this one must not have begun to use a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -42,10 +40,7 @@ from training.parallel.reduce import ordered_sum
 from training.parallel.sharers import GroupSharers
 from training.runs.records import read_summary
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 # Several tests run at once, each with two ranks.
 COMMON = [*RUN, "device=auto", "optimizer=host_adamw", "optimizer.threads=2", "precision=bf16"]
 TWO = ["devices=2", "microbatches=1"]

@@ -1,7 +1,5 @@
 """The number of devices, from the configuration and from torchrun."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training.helpers.in_process import composed

@@ -1,7 +1,5 @@
 """The intervals of a timeline, read from a profiler's trace, and their sums and picture."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Pictures are encoded once, under the run's mode, and train their pipeline's network alike under each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An exported run: a model of its library with the same outputs and what it came with, or an adapter of peft."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One job of a sweep: time limits, jobs that cannot start, and a sweep that is killed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -161,8 +159,7 @@ def test_a_job_is_named_by_what_tells_it_from_the_others():
 
 
 @pytest.mark.parametrize(
-    ("begin", "shown"),
-    [(0, "step 12/20  ETA 00:08"), (len(LOG), "starting"), (len(LOG) - 40, "step 12/20  ETA 00:08")],
+    ("begin", "shown"), [(0, "step 12/20  ETA 00:08"), (len(LOG), "starting"), (len(LOG) - 40, "step 12/20  ETA 00:08")]
 )
 def test_progress_is_the_last_logged_step_of_this_job(tmp_path: Path, begin: int, shown: str):
     (tmp_path / "log").write_bytes(LOG)

@@ -1,7 +1,5 @@
 """Batches of encoded pictures: latents drawn anew, conditions with their captions or without, masks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -190,11 +188,7 @@ def test_pictures_come_from_one_place(pipeline: Path, given: dict[str, str]):
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        (
-            "FluxPipeline",
-            {},
-            r"dataset\.frames=5: FluxPipeline makes pictures and no videos: take a pipeline",
-        ),
+        ("FluxPipeline", {}, r"dataset\.frames=5: FluxPipeline makes pictures and no videos: take a pipeline"),
         ("LTXPipeline", {"fps": 16.0}, r"dataset\.fps=16\.0: the pipeline tells its network 25: take null"),
     ],
 )
