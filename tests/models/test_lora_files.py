@@ -63,6 +63,7 @@ def exported(model: nn.Module, folder: Path) -> Path:
     return folder / "exported"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("adapter", [*EXACT, Lora(3, 8.0), RsLora(8, 5.0)], ids=str)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_diffusers_and_peft_compute_the_same_with_an_exported_file(tmp_path: Path, name: str, adapter: Lora):
@@ -121,10 +122,10 @@ def test_what_trains_in_full_is_in_the_file_of_peft_alone(tmp_path: Path):
 
 CASES = [(name, way) for name in PIPELINES for way in (by_model, by_pipeline, without_header)]
 CASES += [("sdxl", older), ("sdxl", kohya), ("sdxl", kohya_sgm), ("flux", with_alphas), ("wan", kohya_wan)]
+RSLORA = [pytest.param(*case, True, marks=() if case[1] is by_pipeline else pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize(("name", "written"), CASES)
+@pytest.mark.parametrize(("name", "written", "rslora"), [*((*case, False) for case in CASES), *RSLORA])
 def test_a_file_is_read_as_diffusers_reads_it(tmp_path: Path, name: str, written: Written, rslora: bool):
     targets = {"sdxl": OF_UNET, "wan": OF_WAN}.get(name, ["to_q", "to_out.0"])
     source = small(name)

@@ -7,6 +7,7 @@ from offload.modes.layer_stream import LayerStream
 from tests.offload.helpers.torch_modules import LAZY, MODULES, built, check, samples
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("info", MODULES, ids=lambda info: info.name)
 def test_a_module_trains_as_it_does_resident(info: ModuleInfo):
     check(info)
