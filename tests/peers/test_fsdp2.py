@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.models.helpers.tiny_pipelines import saved
 from tests.peers.helpers.runs import ON_GPU, curve, notes
 from tests.test_any_diffusion import job
+from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import run_here
 from training.runs.records import read_metrics
 
@@ -29,10 +31,17 @@ def test_an_evaluation_is_the_resident_one(tmp_path: Path):
     assert curve(tmp_path / "fsdp2", "offload=fsdp2", *overrides) == curve(tmp_path / "none", *overrides)
 
 
-# Times in float32, and a table in bf16.
 @pytest.mark.parametrize("name", ["unet", "sd3"])
-def test_inputs_and_buffers_keep_their_dtypes(tmp_path: Path, name: str):
-    asked = (*job(name), "optimizer=adamw", "steps=1")
+def test_inputs_and_buffers_keep_their_dtypes(
+    tmp_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    """Times in float32, and a table in bf16."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if name == "sd3":
+        run = given(name, saved(name, tmp_path_factory), draw_pictures(tmp_path / "pictures"), "precision=bf16")
+    else:
+        run = job(name)
+    asked = (*run, "optimizer=adamw", "steps=1")
     for mode in ("none", "fsdp2"):
         run_here(tmp_path / mode, *asked, f"offload={mode}")
     assert read_metrics(tmp_path / "fsdp2")[0]["train/loss"] == read_metrics(tmp_path / "none")[0]["train/loss"]

@@ -12,8 +12,9 @@ from offload import OwnOptimizer, acquire, release
 from peers import peer
 from peers.fsdp2 import FSDP2, AttachedFSDP2
 from peers.peer import AttachedPeer, Peer, PeerError, clip, norm_of
+from tests.models.helpers.tiny_pipelines import saved
 from tests.peers.helpers.runs import EVERY_STEP, notes, refusal
-from tests.test_any_diffusion import job
+from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import components_of, composed, run_here
 from training.config.construct import make_mode
 from training.config.modes import all_options
@@ -122,12 +123,13 @@ def test_a_model_with_frozen_weights_is_refused():
     assert refusal("offload=fsdp2", "adapter=lora") == f"offload=fsdp2: {problem}"
 
 
-def test_weights_in_float32_beside_bf16_are_refused_where_the_system_has_one_dtype():
+def test_weights_in_float32_beside_bf16_are_refused_where_the_system_has_one_dtype(tmp_path: Path, tmp_path_factory):
+    job = given("wan", saved("wan", tmp_path_factory), draw_pictures(tmp_path), "precision=bf16")
     line = "computes with all weights in one dtype, and network.scale_shift_table is float32 beside bf16: take precisio"
     with pytest.raises(UserError, match=f"^offload=fsdp2: {line}n=fp32$"):
-        components_of(*job("wan"), "offload=fsdp2")
-    assert components_of(*job("wan"), "offload=fsdp2", "precision=fp32").mode.option == "fsdp2"
-    assert components_of(*job("wan"), "offload=diffusers_group").mode.option == "diffusers_group"
+        components_of(*job, "offload=fsdp2")
+    assert components_of(*job, "offload=fsdp2", "precision=fp32").mode.option == "fsdp2"
+    assert components_of(*job, "offload=diffusers_group").mode.option == "diffusers_group"
 
 
 def test_a_run_goes_without_what_the_system_lacks_and_notes_it(tmp_path: Path):

@@ -10,12 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from models.library_dtypes import default_dtype
 from models.quantise import QuantisedWeight, is_quantised
 from models.quantise_cache import SOURCE, CacheFile
-from tests.test_any_diffusion import job
-from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
+from tests.models.helpers.small_diffusion import build
+from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here
 from tests.training.helpers.results import losses
 from training.errors import UserError
+from training.weights.quantising import quantise_blocks
 
 RUN = (*TINY_RUN, "steps=3", "log_every=1", "optimizer=host_adamw")
 MODES = {
@@ -138,7 +140,10 @@ def test_a_model_of_which_nothing_trains_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_layers_that_diffusers_keeps_in_float32_are_not_quantised():
-    model = components_of(*job("kandinsky5"), "quantize=int8", "adapter=lora").model
+    config, _ = composed("quantize=int8")
+    with torch.device("meta"), default_dtype(torch.bfloat16):
+        model = build("kandinsky5")
+    quantise_blocks(model, config, torch.bfloat16)
     quantised = [name for name, parameter in model.named_parameters() if isinstance(parameter, QuantisedWeight)]
     assert any("attention.to_query" in name for name in quantised)
     assert not any("modulation" in name for name in quantised)
