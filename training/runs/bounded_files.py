@@ -49,9 +49,7 @@ def read_bytes(path: Path, largest: int = LARGEST_BYTES) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    r"""Yields the lines of a file of any size, with `
-    ` but perhaps for the last one. Raises UnreadableError.
-    """
+    """Yields the lines of a file of any size, with their line ends. Raises UnreadableError."""
     try:
         with opened(path) as file:
             yield from file

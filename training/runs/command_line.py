@@ -29,7 +29,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make one named `~`.
     Raises UserError for an unknown flag, words of a value without quotes, the directory of a run where options are
-    expected, a list of options, the home of nobody, and a run that cannot be repeated.
+    expected, a list of options, a home directory of no user, and a run that cannot be repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
