@@ -34,14 +34,14 @@ def main() -> None:
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--out", type=Path, default=Path("traces"), metavar="DIR")
     options = parsed(options_parser, on_cpu=", which shows the order only")
-    workload = make_workload(options.mode, options)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {options.out}: {error.strerror}; choose another place") from error
     name = re.sub(r"[^A-Za-z0-9.-]", "_", options.mode)
     trace, picture = options.out / f"{name}.json.gz", options.out / f"{name}.png"
-    record(workload, trace)
+    with make_workload(options.mode, options) as workload:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {options.out}: {error.strerror}; choose another place") from error
+        record(workload, trace)
     timeline = read_timeline(trace)
     draw_chart(timeline, picture, options.mode)
     print(f"{options.mode}: {timeline.summary()}\n{trace}  (open in {VIEWER})\n{picture}")

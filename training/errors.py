@@ -16,11 +16,16 @@ class UserError(Exception):
 
 @contextmanager
 def as_user_error(before: str, errors: type | tuple[type, ...] = ValueError, *, after: str = "") -> Iterator[None]:
-    """Raises errors of the block as a UserError, whose message has texts `before` and `after` theirs."""
+    """Raises errors of the block as a UserError, whose message has texts `before` and `after` theirs.
+
+    Of any `Exception`, which may be long, the first line is taken.
+    """
     try:
         yield
+    except UserError:
+        raise
     except errors as error:
-        raise UserError(f"{before}{error}{after}") from error
+        raise UserError(f"{before}{first_line(error) if errors is Exception else error}{after}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -114,8 +114,7 @@ class Checkpoint:
 def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
     """Finds and verifies the checkpoint that `config.resume` asks for; None: the run starts at its first step.
 
-    Raises UserError if it is not there, damaged (naming the one before it), after the last step or of another
-    configuration, and if a new run would mix with the one in `run_dir` or replace its results.
+    Raises UserError for none, a damaged or foreign one, one after the last step, and results that would be replaced.
     """
     if config.resume is None:
         _refuse_foreign(run_dir)

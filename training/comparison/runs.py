@@ -81,10 +81,7 @@ class Run:
 
 
 def find_runs(directories: Sequence[Path]) -> list[Run]:
-    """Returns the runs in and below `directories`, each once, in the order of their numbered or dated names.
-
-    A folder that cannot be looked into is a failed run. Raises UserError for no such directory, and if there is no run.
-    """
+    """Returns the runs in and below `directories`, each once, in natural order. Raises UserError for none."""
     found: dict[str, Run] = {}
     unreadable = []
     for directory in directories:

@@ -129,10 +129,7 @@ class HubText(HubStream):
         return blocks_of(self._part_of(index).astype(np.int64), range(self._batch_size), self._seq_len)
 
     def eval_batches(self, count: int) -> list[torch.Tensor]:
-        """Returns up to `count` batches of the held-out text, as it is stored: int64 [batch_size, seq_len + 1].
-
-        The last is smaller where there is too little. Raises UserError as `batch`, and for an unknown `eval_split`.
-        """
+        """Returns up to `count` batches of held-out text: int64 [rows, seq_len + 1] on the CPU. Raises as `batch`."""
         # One by one: more than needed would be read to fill a group.
         arrays = (array for document in self._held_out() for array in tokenise([document], self._tokenizer))
         wanted = count * self._batch_size * self._seq_len + 1

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from training.errors import UserError, first_line
+from training.errors import UserError, as_user_error, first_line
 
 # Without network the client alone would retry for half a minute.
 TIMEOUT_S = 5.0
@@ -47,10 +47,9 @@ class HubName(NamedTuple):
 
     def folder(self, key: str, patterns: list[str], **options: Any) -> Path:
         """Returns the client's folder of matching files, downloaded if need be. Raises UserError if that fails."""
-        try:
+        # The client's errors have no common base class.
+        with as_user_error(f"{key}={self}: the download failed (", Exception, after=f"); {self.by_hand(key)}"):
             return self._snapshot(patterns, **options)
-        except Exception as error:  # the client's errors have no common base class
-            raise UserError(f"{key}={self}: the download failed ({first_line(error)}); {self.by_hand(key)}") from error
 
     def cached_folder(self, patterns: list[str], **options: Any) -> Path | None:
         """Returns that folder without asking the Hub; None if nothing of it is in the client's cache."""

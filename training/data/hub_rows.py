@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from training.data.examples import check_share
 from training.data.hub_client import ask_for_dataset
 from training.data.local_files import check_column, import_datasets
-from training.errors import UserError, first_line
+from training.errors import UserError, as_user_error
 
 
 class HubStream(ABC):
@@ -121,18 +121,13 @@ class HubStream(ABC):
         return self._read(self._stored, held_out=True) if self._eval_share else iter(())
 
     def _read(self, rows: Any, held_out: bool) -> Iterator[Any]:
-        try:
+        after = f"); check the network and start again, {self.otherwise}"
+        # Network, Arrow and JSON libraries raise errors without a common base class.
+        with as_user_error(f"dataset.name={self._name}: reading failed (", Exception, after=after):
             for row in rows:
                 found = self._example(row)
                 if found is not None and self._is_held_out(found[0]) == held_out:
                     yield found[1]
-        except UserError:
-            raise
-        except Exception as error:  # network, Arrow and JSON libraries raise errors without a common base class
-            raise UserError(
-                f"dataset.name={self._name}: reading failed ({first_line(error)}); check the network and start again, "
-                f"{self.otherwise}"
-            ) from error
 
     def _is_held_out(self, content: bytes) -> bool:
         if not self._eval_share:
@@ -151,30 +146,18 @@ def open_rows(
     otherwise: str,
     split_key: str = "split",
 ) -> Any:
-    """Returns an iterable dataset of the library `datasets`, which stores nothing but metadata, in `folder`.
-
-    For messages are `otherwise`, what to do without the Hub, and `split_key`, which named `split`. Raises UserError,
-    within seconds, if there is no network or no such dataset, configuration or split.
-    """
+    """Returns an iterable dataset of `datasets`, metadata in `folder`. Raises UserError, naming `split_key`."""
     datasets = import_datasets()
     if not os.path.isdir(name):
         _keep_client_files_in(folder)
         ask_for_dataset(name, revision, otherwise)
-    try:
-        rows = datasets.load_dataset(
-            name,
-            config_name,
-            split=split,
-            revision=revision,
-            streaming=True,
-            cache_dir=folder,
-            download_config=datasets.DownloadConfig(cache_dir=os.path.join(folder, "downloads")),
-        )
+    asked = f"dataset.name={name} dataset.config_name={config_name} dataset.{split_key}={split}: "
+    where = {"cache_dir": folder, "download_config": datasets.DownloadConfig(cache_dir=f"{folder}/downloads")}
+    # The library raises about ten types of error, without a common base class.
+    with as_user_error(asked, Exception):
+        rows = datasets.load_dataset(name, config_name, split=split, revision=revision, streaming=True, **where)
         # Where the columns are not known, this reads the first row.
         columns_of(rows)
-    except Exception as error:  # the library raises about ten types of error, without a common base class
-        asked = f"dataset.name={name} dataset.config_name={config_name} dataset.{split_key}={split}"
-        raise UserError(f"{asked}: {first_line(error)}") from error
     return rows
 
 

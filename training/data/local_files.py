@@ -37,10 +37,7 @@ def find_files(
     key: str = "dataset.files",
     extensions: Sequence[str] = (".txt", ".jsonl", ".json", ".parquet"),
 ) -> list[Path]:
-    """Resolves paths and glob patterns (`**` is recursive) to files: each file once, each pattern's matches sorted.
-
-    Raises UserError, naming `key`, for no pattern, no file, a folder, or an ending other than `extensions`.
-    """
+    """Resolves paths and globs (`**` too) to files, each once, by pattern, sorted. Raises UserError, naming `key`."""
     patterns = [patterns] if isinstance(patterns, str) else list(patterns or [])
     if not patterns or not all(patterns):
         raise UserError(f"{key} is empty: give {key}=PATH ({', '.join(extensions[:-1])} or {extensions[-1]})")

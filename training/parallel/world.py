@@ -42,10 +42,7 @@ class World:
 
 
 def settle_devices(config: DictConfig, world: World | None, overridden: Collection[str] = ()) -> None:
-    """Writes torchrun's numbers of processes and hosts into `config.devices` and `config.parallel.hosts`.
-
-    Raises UserError for `overridden` keys that contradict these, and for several hosts without torchrun but in a plan.
-    """
+    """Writes torchrun's numbers into `config`. Raises UserError where keys that are `overridden` differ."""
     if world is None:
         if config.parallel.hosts > 1 and not config.plan:
             raise UserError(

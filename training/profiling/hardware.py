@@ -82,11 +82,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def describe_device(device: torch.device) -> dict[str, str | int | float]:
-    """Returns the facts about device and machine that explain a measurement.
-
-    Of cores and memory what this process may use; of a GPU, if nvidia-smi answers within two seconds, its driver and
-    the maximum of its link (an idle link reports less).
-    """
+    """Returns facts about device and machine that explain a measurement; of cores and memory what it may use."""
     facts: dict[str, str | int | float] = {
         "device": str(device),
         "torch": str(torch.__version__),

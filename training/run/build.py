@@ -56,10 +56,8 @@ def build(
 ) -> Iterator[Job]:
     """Builds the job that `config` describes, and gives model, memory, streams and tracking back afterwards.
 
-    Calls `begin` once nothing of the run can be refused any more, before files of an earlier run are overwritten. Then
-    the other `ranks` build their parts, and get weights and states from this one, which is rank 0.
-
-    Raises UserError for everything that the user can fix, if possible before anything large is allocated.
+    Calls `begin` once nothing of the run can be refused any more. Then the other `ranks` build their parts, with
+    weights and states of this one, rank 0. Raises UserError, if possible before anything large is allocated.
     """
     torch.manual_seed(config.seed)
     run = prepare(config, invocation, ranks)
@@ -158,10 +156,10 @@ def place_states_in_spare_vram(job: RankJob) -> None:
 
 
 def build_tracker(config: DictConfig, invocation: Invocation, hardware: dict, resume_id: str | None = None) -> Tracker:
-    """Makes the run in wandb: named as in a comparison, tagged with the chosen options.
+    """Makes the run in wandb, named as in a comparison and tagged with its options, or continues that of `resume_id`.
 
-    Its configuration also has `label`, the name without the seed, by which runs repeat each other, `choices`, the
-    options and the model's own name, and `machine`, the `hardware`. `resume_id` is that of the run that it continues.
+    Its configuration also has `label`, the name without the seed, `choices`, the options, and `machine`, the
+    `hardware`.
     """
     chosen = chosen_options(invocation.choices, config) | {"model": model_name(config, invocation)}
     tags = [*run_tags(chosen), f"precision={config.precision}", *config.tracking.tags]

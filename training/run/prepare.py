@@ -73,10 +73,7 @@ class PreparedRun:
 
 
 def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> PreparedRun:
-    """Makes components, dataset and plan of a run, and finds its weights and checkpoint.
-
-    Raises UserError for everything of this that the user can fix, MisfitError where the plan does not fit.
-    """
+    """Makes components, dataset and plan, finds weights and checkpoint. Raises UserError, MisfitError of the plan."""
     check_threads(config)
     components = Components.of(config, invocation, resolve_device(config.device))
     # The run's own config.yaml keeps what was asked for, so that runs are compared by it.

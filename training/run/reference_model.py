@@ -86,10 +86,7 @@ class ReferenceOrigin:
         weights: ModelWeights | None,
         base: BaseReference | None,
     ) -> Self | None:
-        """Finds what filled the run at its beginning, None if it has no reference.
-
-        An adapter has `weights` and `base`. Raises UserError if a whole model began from others, or it is not known.
-        """
+        """Finds what filled a reference at first; None: there is none. Raises UserError if that is another."""
         config = components.config
         if components.reference is None:
             return None

@@ -127,10 +127,9 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Cuts the file before its first record of a step after `step`, and an unfinished last line.
+    """Cuts the file before its first record of a step after `step`, and before a damaged or unfinished line.
 
-    A line that is not a record, such as a power failure leaves, is cut with the lines after it. Raises UserError if a
-    record follows that the run would not make again.
+    Raises UserError if a record follows that the run would not make again.
     """
     end, cut, damaged = 0, None, None
     try:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from models.llama import Llama
-from training.errors import UserError, as_user_error, first_line
+from training.errors import UserError, as_user_error
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
 from training.runs.files import home_expanded
 from training.weights.files import CONFIG_FILE, KEY, part_in
@@ -75,12 +75,9 @@ def _llama_values(values: Mapping[str, Any], place: str | Path) -> dict[str, Any
         return {"model_type": model_type, **dict.fromkeys(LLAMA_KEYS)}
     from transformers import LlamaConfig
 
-    try:
+    # Each value may be refused in its own way.
+    with as_user_error(f"{KEY}={place}: its {CONFIG_FILE} is refused (", Exception, after="): download it again"):
         read = LlamaConfig.from_dict(dict(values))
-    except Exception as error:  # each value may be refused in its own way
-        raise UserError(
-            f"{KEY}={place}: its {CONFIG_FILE} is refused ({first_line(error)}): download it again"
-        ) from error
     rope = dict(read.rope_parameters)
     kind, theta = rope.get("rope_type"), rope.get("rope_theta")
     found = {key: theta if key == "rope_theta" else getattr(read, key) for key in LLAMA_KEYS}

@@ -79,10 +79,7 @@ def scheduler_of(model: DictConfig) -> Path | None:
 
 
 def scheduler_given(given: str | None, model: DictConfig) -> Path | None:
-    """Returns the file of task.scheduler, for auto that of the model; None: none.
-
-    Raises UserError if it is not there, or as `scheduler_of`, and where pretrained weights come without one.
-    """
+    """Returns the file of task.scheduler, for auto the model's; None: none. Raises UserError if it is missing."""
     if given is None:
         return None
     if given != AUTO:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from training.data.pictures import laid, opened_picture
-from training.errors import UserError, first_line
+from training.errors import UserError, as_user_error
 from training.runs.bounded_files import opened
 
 ENDINGS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
@@ -92,17 +92,13 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
         import av
     except ImportError as error:
         raise UserError(f"dataset: the video {path} is read by PyAV: pip install av") from error
-    try:
-        with opened(path) as file, av.open(file) as container:
-            if not container.streams.video:
-                raise ValueError("it has no pictures")
-            stream = container.streams.video[0]
-            if stream.sample_aspect_ratio not in (None, 0, 1):
-                raise ValueError(f"its pixels are not square ({stream.sample_aspect_ratio}): convert it")
-            stream.thread_type = "AUTO"
-            yield container, stream
-    except UserError:
-        raise
     # For a damaged file, decoders raise errors of any type.
-    except Exception as error:
-        raise UserError(f"dataset: cannot use the video {path}: {first_line(error)}; repair or remove it") from error
+    refused = as_user_error(f"dataset: cannot use the video {path}: ", Exception, after="; repair or remove it")
+    with refused, opened(path) as file, av.open(file) as container:
+        if not container.streams.video:
+            raise ValueError("it has no pictures")
+        stream = container.streams.video[0]
+        if stream.sample_aspect_ratio not in (None, 0, 1):
+            raise ValueError(f"its pixels are not square ({stream.sample_aspect_ratio}): convert it")
+        stream.thread_type = "AUTO"
+        yield container, stream

@@ -12,18 +12,14 @@ from typing import Any
 
 from training.data.hub_rows import open_rows
 from training.data.local_files import Rows, find_files, import_datasets, json_lines, json_rows, read_each
-from training.errors import UserError, first_line
+from training.errors import as_user_error, first_line
 
 EXTENSIONS = (".jsonl", ".json", ".parquet")
 USE_LOCAL_FILES = "or train on local files with dataset.files=PATH"
 
 
 def read_files(patterns: str | Sequence[str] | None, key: str = "dataset.files") -> Rows:
-    """Yields the rows of local files that `key` gave; the place of each names the file too.
-
-    A .json file has a list of objects, an object a line, or one object. Raises UserError for a file that is missing,
-    unreadable or of another format.
-    """
+    """Yields the rows of local files, with file and place. Raises UserError, naming `key`, for one it cannot read."""
     files = find_files(patterns, key, EXTENSIONS)
     return read_each(files, key, lambda file: _named(f"{file}", READERS[file.suffix.lower()](file)))
 
@@ -31,10 +27,9 @@ def read_files(patterns: str | Sequence[str] | None, key: str = "dataset.files")
 def read_hub(name: str, config_name: str | None, split: str, revision: str | None, folder: str) -> Rows:
     """Yields the rows of a dataset of the Hub, or of a local folder; `folder` has metadata. Raises as `open_rows`."""
     rows = open_rows(name, config_name, split, revision=revision, folder=folder, otherwise=USE_LOCAL_FILES)
-    try:
+    # The library raises about ten types of error, without a common base class.
+    with as_user_error(f"dataset.name={name}: ", Exception):
         yield from _named(f"dataset.name={name}", _of_arrow(rows))
-    except Exception as error:  # the library raises about ten types of error, without a common base class
-        raise UserError(f"dataset.name={name}: {first_line(error)}") from error
 
 
 def _named(source: str, rows: Rows) -> Rows:
