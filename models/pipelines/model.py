@@ -85,8 +85,8 @@ def build_pipeline(source: str | Path, overrides: Mapping[str, Any] | None = Non
     folder = Path(source).expanduser()
     if not (folder / INDEX).is_file():
         raise ValueError(
-            f"it has no {INDEX}: give the folder of a pipeline of diffusers, or OWNER/NAME of one on the Hub; or take"
-            " model=diffusers"
+            f"it has no {INDEX}: give the folder of a pipeline of diffusers, or OWNER/NAME of one on the Hub; of a"
+            " UNet or DiT alone take model=diffusers"
         )
     index = read_object(folder / INDEX, "download the pipeline again")
     found = [name for name in index if name.startswith(NETWORKS) and index[name][0] is not None]

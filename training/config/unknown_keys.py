@@ -29,7 +29,7 @@ HERE = {
     "eval_steps": "eval.every=N",
     "logging_steps": "log_every=N",
     "report_to": "tracking=OPTION",
-    "model_name_or_path": "model=hf model.source=NAME, or of diffusers model=diffusers",
+    "model_name_or_path": "model=hf model.source=NAME, or of diffusers model=pipeline",
     "dataset_name": "dataset=hub dataset.name=NAME",
     "lora_r": "adapter=lora adapter.rank=N",
     "r": "adapter=lora adapter.rank=N",
