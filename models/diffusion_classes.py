@@ -190,6 +190,7 @@ CLASSES: dict[str, NetworkClass] = {
             **_UNET,
             "attention_type": ("default",),
             "addition_embed_type": (None, "text_time"),
+            "encoder_hid_dim": (None,),
             "encoder_hid_dim_type": (None,),
         },
         takes_mask=True,

@@ -200,6 +200,7 @@ def test_channels_beyond_those_that_are_returned_are_a_condition() -> None:
         ("text_unet", {"class_embed_type": "timestep"}, "class_embed_type=timestep: only class_embed_type=None"),
         ("text_unet", {"addition_embed_type": "text_image"}, "=text_image: only addition_embed_type=None or text_time"),
         ("text_unet", {"encoder_hid_dim_type": "text_image_proj"}, "=text_image_proj: only encoder_hid_dim_type=None"),
+        ("text_unet", {"encoder_hid_dim": 8}, "encoder_hid_dim=8: only encoder_hid_dim=None"),
         ("sdxl", {"addition_time_embed_dim": None}, "UNet2DConditionModel cannot be built with"),
     ],
 )
