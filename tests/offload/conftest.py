@@ -12,6 +12,7 @@ from offload.modes import tensor_swap
 from offload.streams import registry
 from offload.weights.units import joining
 from tests.offload.helpers.late import make_late, poison_slots
+from tests.offload.helpers.sharers import use_collectives
 from tests.offload.helpers.small import swap_small
 from tests.offload.helpers.swapping import Swap
 
@@ -26,6 +27,14 @@ def streams() -> Iterator[registry.Streams]:
 @pytest.fixture
 def swap(streams: registry.Streams) -> Swap:
     return Swap(streams)
+
+
+@pytest.fixture(params=["collectives", "copies"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The ways in which devices of sharers exchange slices."""
+    if request.param == "collectives":
+        use_collectives(monkeypatch)
+    return request.param
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from offload.activations.host_pool import IDLE_STEPS, RESERVE_BYTES
 from offload.activations.policy import AutomaticBudget, FixedBudget
 from offload.streams import registry
 from offload.streams.transfer import Transfer
-from tests.offload.helpers.swapping import Swap, save
+from tests.offload.helpers.swapping import Fails, Swap, save
 
 
 def loss_of(model: nn.Module, swap: Swap | None, inputs: torch.Tensor) -> torch.Tensor:
@@ -89,16 +89,6 @@ def test_a_backward_through_part_of_the_graph(swap: Swap):
     assert torch.equal(model[4].weight.grad, part[0])
     del loss
     assert_nothing_is_left(swap)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden):
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize(("policy", "waits"), [(FixedBudget(1000), 0), (AutomaticBudget(), 1)])

@@ -18,6 +18,16 @@ class Swap(ActivationSwapper):
         super().__init__(Transfer(streams, self.telemetry), self.arena, **(defaults | options))
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
 class Save(torch.autograd.Function):
     """Saves `tensors`. Backward appends to `seen` the tensors as it finds them."""
 

@@ -16,6 +16,7 @@ from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
 from offload.streams.counters import Counters
 from tests.offload.helpers.models import Stack, assert_same, same_as_resident, stack_inputs, train, under
+from tests.offload.helpers.swapping import Fails
 
 
 @pytest.fixture(autouse=True)
@@ -165,15 +166,6 @@ def test_gradients_within_evaluation_are_left_alone():
 def test_an_aborted_step_leaves_nothing_and_the_next_is_right():
     model, mode = Stack(), TensorSwap(Resident())
     expected = train(copy.deepcopy(model), Resident(), steps=1)
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, hidden):
-            return hidden.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ZeroDivisionError
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -19,7 +19,7 @@ from offload.sharing.device_sums import SUMS_AT_ONCE, DeviceSums
 from offload.sharing.gather_filler import GatherFiller
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.shared_gradients import sum_over
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collectives
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 STEPS = 3
 
@@ -122,14 +122,6 @@ def check(model: nn.Module, options_of: Callable[[int, int], dict], microbatches
 
 
 ALL = {f"{layer}.{tensor}" for layer in ("stem", "twice", "branches.0") for tensor in ("weight", "bias")}
-
-
-@pytest.fixture(params=["collectives", "copies"])
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ways in which devices of sharers exchange slices."""
-    if request.param == "collectives":
-        use_collectives(monkeypatch)
-    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -21,18 +21,10 @@ from offload.sharing.sharers import NO_SHARERS, Sharers, meet
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collectives
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 from tests.offload.helpers.updates import WORKER
 
 STEPS = 3
-
-
-@pytest.fixture(params=["collectives", "copies"])
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ways in which devices of sharers exchange slices."""
-    if request.param == "collectives":
-        use_collectives(monkeypatch)
-    return request.param
 
 
 @pytest.fixture(autouse=True)
