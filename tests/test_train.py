@@ -115,13 +115,14 @@ def _place_states(job: RankJob, nbytes: int) -> None:
 def test_a_run_of_its_own_writes_to_its_directory_only_as_wandb_has_it_and_is_a_function_of_its_seed(tmp_path: Path):
     home, folder = tmp_path / "home", tmp_path / "run"
     home.mkdir()
-    before = set(ROOT.iterdir())
+    # Another test may import train.py meanwhile.
+    before = {*ROOT.iterdir(), ROOT / "__pycache__"}
     scrubbed = dict.fromkeys(("WANDB_API_KEY", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"), "")
     environment = {"HOME": str(home), "WANDB_MODE": "offline", "PYTHONHASHSEED": "9", **scrubbed}
     job = (*SMALL_RUN, *STDLIB, "offload=bounce_linear", "seed=3", f"hydra.run.dir={folder}")
     subprocess.run([sys.executable, "train.py", *job], cwd=ROOT, env=os.environ | environment, check=True, timeout=300)
     assert not list(home.rglob("*"))
-    assert set(ROOT.iterdir()) == before
+    assert {*ROOT.iterdir(), ROOT / "__pycache__"} == before
     names = {path.name for path in folder.iterdir()}
     assert {"metrics.jsonl", "summary.json", "config.yaml", "choices.yaml", "train.log", "wandb"} <= names
     assert ".hydra" not in names
