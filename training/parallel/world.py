@@ -42,7 +42,7 @@ class World:
 
 
 def settle_devices(config: DictConfig, world: World | None, overridden: Collection[str] = ()) -> None:
-    """Writes torchrun's numbers into `config`. Raises UserError where keys that are `overridden` differ."""
+    """Writes torchrun's numbers into `config`. Raises UserError for other `overridden` ones, and hosts without it."""
     if world is None:
         if config.parallel.hosts > 1 and not config.plan:
             raise UserError(
