@@ -1,7 +1,5 @@
 """Predicts the time of a step from the operations and bytes of its phases and from the speeds of a machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ torch computes many shapes in Python, which was half of the time of a plan. Bloc
 first are computed, and those of the others get new tensors of the same shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Counts the memory and the operations of a step on tensors of the meta device, which have shapes and no memory."""
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref
@@ -39,7 +37,7 @@ class MemoryTracker:
         self.peak_gradient_bytes = 0
         self.flops = 0.0
         self.dequantised_bytes = 0
-        self._spend = spend
+        self.spend = spend
         self.unpacked: set[int] = set()
         """storages with weights on their way from few bits to many"""
         self._landed: set[Tensor] = set()
@@ -62,11 +60,7 @@ class MemoryTracker:
     def add_flops(self, count: float) -> None:
         """Counts the FLOPs of an operation that the tracker cannot see by itself."""
         self.flops += count
-        self._spend(count, 0, 0)
-
-    def add_copy(self, nbytes: int) -> None:
-        """Counts an operation that copies `nbytes`."""
-        self._spend(0.0, nbytes, 0)
+        self.spend(count, 0, 0)
 
     def add_dequantising(self, read: Sequence[Tensor], made: Tensor) -> None:
         """Counts an operation that makes a new tensor, if it is one on the way from few bits to a weight."""
@@ -76,7 +70,7 @@ class MemoryTracker:
         self.unpacked.add(storage_of(made))
         nbytes = sum(map(_bytes_read, read)) + made.nbytes
         self.dequantised_bytes += nbytes
-        self._spend(0.0, 0, nbytes)
+        self.spend(0.0, 0, nbytes)
 
     def start_step(self) -> None:
         """Starts a step: no gradient is there yet, and the peak is the bytes alive now."""
@@ -123,7 +117,7 @@ class _Recording(UncompiledMode):
         for tensor in made:
             tracker.add(tensor)
         if known.copied_bytes is not None:
-            tracker.add_copy(known.copied_bytes)
+            tracker.spend(0.0, known.copied_bytes, 0)
         if known.flops is not None:
             tracker.add_flops(known.flops)
         elif len(made) == 1 and (known.unpacks or tracker.unpacked) and overload_packet(function) not in EMPTY:

@@ -7,8 +7,6 @@ on GPUs only. So are the products of experts (`grouped_mm`), which torch has for
 FLOPs it does not count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The machine of a plan: its bus, streams with a clock that work at given speeds, and processes that share homes."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Changes are tried as plans, those that cost least first, until the run fits; the
 again. So what is advised is enough, and nothing is named that is not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

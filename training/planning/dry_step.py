@@ -5,8 +5,6 @@ there; the forwards of a reference are in no time of a step. Batches whose shape
 before libraries notice it inside forward.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

@@ -12,8 +12,6 @@ machine it runs on, whatever machine `hardware` plans for. Budgets are exact. Th
 Limits on page-locking refuse nothing: copies fall back to pageable memory.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

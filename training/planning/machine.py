@@ -4,8 +4,6 @@ The results of the probe are in $XDG_CACHE_HOME/lightering (else ~/.cache/lighte
 device name. Only `scripts/probe.py` writes there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

@@ -1,7 +1,5 @@
 """The notes of a plan: what a run does not stream, quantise or adapt, and what the plan leaves out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from offload.planning import DryRun, NotFinalError, SimulatedStreams, forecast, hidden_share, update_work
 from training.config.construct import make_mode
@@ -31,7 +30,7 @@ from training.planning.notes import notes_of, streamed_share
 from training.planning.report import RunPlan
 from training.planning.times import PlannedTimes
 from training.profiling.timeline import Interval, Timeline, draw_chart
-from training.settle.components import Components, fills_budget, footprint_of, reasons_of
+from training.settle.components import Components, fills_budget, footprint_of, reasons_of, trained_parameters
 from training.settle.settled import KEPT
 
 # Numbers of units that are compared: the time of a step is a smooth function of the number.
@@ -165,7 +164,9 @@ def _assembled(
     config = components.config
     memory = PlannedMemory.of(components, machine, has_gpu, step)
     times = PlannedTimes.of(components, machine, has_gpu, step, timed, memory)
-    everything, trained = parameter_counts(components.model)
+    # Tied ones count once.
+    everything = sum(parameter.numel() for parameter in components.model.parameters())
+    trained = sum(parameter.numel() for parameter in trained_parameters(components.model))
     model_flops = components.task.flops(components.model, config)
     return RunPlan(
         device_bytes=memory.device,
@@ -194,12 +195,6 @@ def _assembled(
         notes=times.notes,
         timeline=(*timed.work, *update_work(times.update, times.forecast.phases_ms, timed.step_ms)) if timed else (),
     )
-
-
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """Returns how many numbers the parameters of `model` are, and how many of these train; tied ones count once."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def resident_key(config: DictConfig) -> str | None:

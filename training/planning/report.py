@@ -1,7 +1,5 @@
 """A finished plan: for people a table, for programs plan.json, for a run's summary the values of its metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Takes out of a configuration what the offload mode of the run cannot do."""
 
-from __future__ import annotations
-
 from omegaconf import DictConfig, OmegaConf
 
 from offload import Mode

@@ -1,7 +1,5 @@
 """The predicted time of a step, from bytes, FLOPs and speeds, against values by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Forwards in a row keep the bus busy, or the device: they take as long as their copies, or as their arithmetic.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Known results are those that torch computes: shapes, strides, memory that is shared, and what is written to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

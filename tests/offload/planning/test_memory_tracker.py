@@ -1,7 +1,5 @@
 """The tracker counts live bytes of meta tensors, their peak, and the FLOPs of operations."""
 
-from __future__ import annotations
-
 import torch
 
 from offload.planning.memory_tracker import MemoryTracker

@@ -1,7 +1,5 @@
 """Attention and RMS norm of meta tensors save what fused kernels save; real tensors are not affected."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

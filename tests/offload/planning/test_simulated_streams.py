@@ -1,7 +1,5 @@
 """Simulated streams overlap, wait for each other and take time; processes that share homes exchange bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Advice holds where it is given: the run that it describes is planned, and fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The dry run of a step, of which many microbatches follow from a few; models and data of other sizes are refused."""
 
-from __future__ import annotations
-
 import logging
 import re
 

@@ -1,7 +1,5 @@
 """The encoding of pictures is planned before any run: its shapes, bytes and time; and a run does what was planned."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that does not fit is refused before it writes or allocates; one that runs out of memory explains it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

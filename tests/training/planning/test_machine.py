@@ -1,7 +1,5 @@
 """The machine that a plan is made for: given by hand, kept by the probe, or measured in short."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bytes of a plan by part, of one device and of several, and the budgets that they are held to."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """plan=true as a user runs it, and the plan of a run beside what it measured."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ time), with no GPU.
 The blocks alone of a 7B model in bf16, sequences of 2048 tokens, as scripts/bench.py runs them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """plan=true prints a plan and writes its files; one that does not fit ends non-zero, with what to change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """On the CPU a plan predicts to the byte what a run copies in a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

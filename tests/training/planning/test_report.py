@@ -1,7 +1,5 @@
 """A finished plan: budgets, parts and what people read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The planned time of a step: what is added to that of the dry run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
