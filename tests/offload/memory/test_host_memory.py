@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -287,6 +288,7 @@ def in_a_fork(check: Callable[[], bool]) -> bool:
     child = os.fork()
     if child == 0:
         faulthandler.disable()
+        signal.alarm(300)
         os._exit(0 if check() else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

@@ -63,11 +63,16 @@ def compare(rank: int, folder: Path, name: str) -> None:
 def test_two_processes_compute_what_they_do_without_the_mode(tmp_path: Path, name: str):
     start: Callable = multiprocessing.get_context("fork").Process
     processes = [start(target=compare, args=(rank, tmp_path, name)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+            assert process.exitcode == 0
+    finally:
+        # One that hangs would hold the pipes of pytest's workers, which then never end.
+        for process in processes:
+            process.kill()
 
 
 @pytest.fixture

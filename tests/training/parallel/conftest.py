@@ -38,11 +38,16 @@ def forked(work: Callable[[int, Path, int], None], folder: Path, count: int, sta
     """
     start: Callable = multiprocessing.get_context(start_method).Process
     processes = [start(target=work, args=(rank, folder, count)) for rank in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        assert process.exitcode == 0
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(300)
+            assert process.exitcode == 0
+    finally:
+        # One that hangs would hold the pipes of pytest's workers, which then never end.
+        for process in processes:
+            process.kill()
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
