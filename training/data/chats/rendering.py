@@ -106,16 +106,15 @@ class Renderer:
 
     def _turn(self, conversation: Conversation, place: int, text: str) -> Span:
         """Finds a turn in the text of its conversation, by rendering what is before it, and what is up to its end."""
-        turn = f"{conversation.where}: message {place + 1}"
-        start = self._start(conversation, place, text, turn)
+        start = self._start(conversation, place, text)
         if place + 1 == len(conversation.messages):
             return start, len(text)
         through, _ = self.template.render(conversation, place + 1)
         if not through.startswith(text[:start]):
-            raise self._lost(turn)
+            raise self._lost(conversation, place)
         end = self._end(through[start:], text, start)
         if end is None:
-            raise self._lost(turn)
+            raise self._lost(conversation, place)
         return start, end
 
     def _end(self, alone: str, text: str, start: int) -> int | None:
@@ -133,11 +132,11 @@ class Renderer:
                 end += len(next((token for token in ends if text.startswith(token, end)), ""))
         return end
 
-    def _start(self, conversation: Conversation, place: int, text: str, turn: str) -> int:
+    def _start(self, conversation: Conversation, place: int, text: str) -> int:
         if place == 0:
             start = text.find(self.begins_turn)
             if start < 0 or not self.begins_turn:
-                raise self._lost(turn)
+                raise self._lost(conversation, place)
             return start + len(self.begins_turn)
         before, _ = self.template.render(conversation, place, prompting=True)
         if text.startswith(before):
@@ -145,13 +144,18 @@ class Renderer:
         # As TRL does: where the text of a turn differs from what prompts for it, the turn begins there.
         start = _alike(before, text)
         without, _ = self.template.render(conversation, place)
+        # Not within a tag: "<think>" and "<tool_call>" begin alike.
+        tags = TAGS.finditer(before, len(without))
+        start = next((tag.start() for tag in tags if tag.start() < start < tag.end()), start)
         if start < len(without) or not text.startswith(without):
-            raise self._lost(turn)
+            raise self._lost(conversation, place)
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s: the template prompts for a turn with %r, but writes %r there; training begins where they differ",
-                turn,
+                "%s: message %d: the template prompts for a turn with %r, but writes %r there; training begins where"
+                " they differ",
+                conversation.where,
+                place + 1,
                 before[len(without) :],
                 text[len(without) :][: len(before) - len(without)],
             )
@@ -196,11 +200,12 @@ class Renderer:
                     key,
                 )
 
-    def _lost(self, turn: str) -> UserError:
-        other = "" if self._train_on == "last" else "dataset.train_on=last, or "
+    def _lost(self, conversation: Conversation, place: int) -> UserError:
+        later = any(message["role"] == "assistant" for message in conversation.messages[place + 1 :])
+        other = "dataset.train_on=last, or " if later else ""
         return UserError(
-            f"{turn}: the template writes it differently once others follow, so that comparing does not find what to"
-            f" train on: take {other}{WITH_MARKS}"
+            f"{conversation.where}: message {place + 1}: the template writes it differently once others follow, so that"
+            f" comparing does not find what to train on: take {other}{WITH_MARKS}"
         )
 
     @cached_property

@@ -54,6 +54,19 @@ class Template:
         """Returns the template itself; some tokenizers have another for tools."""
         return self._pretrained.get_chat_template(self._given, tools)
 
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Tells if contents may be lists of parts: others write them as Python does, or nothing of them."""
+        word, texts = "0a1b2c3d", []
+        for content in (word, [{"type": "text", "text": word}]):
+            try:
+                chat = [{"role": "user", "content": content}]
+                texts.append(self._pretrained.apply_chat_template(chat, chat_template=self.text(), tokenize=False))
+            # As in `render`.
+            except Exception:
+                texts.append("")
+        return word in texts[1] and (texts[0] == texts[1] or word not in texts[0])
+
     @property
     def end_of_text(self) -> str:
         """The text of the token that ends a text; empty if there is none."""
@@ -78,6 +91,13 @@ class Template:
             {key: value for key, value in message.items() if value is not None}
             for message in conversation.messages[:count]
         ]
+        for number, message in enumerate(messages, start=1):
+            # Templates may write what tools return as JSON.
+            if isinstance(message.get("content"), list) and message["role"] != "tool" and not self._takes_parts:
+                raise UserError(
+                    f"{conversation.where}: message {number}: its content is a list of parts, whose texts the template"
+                    " does not write: make it a text, or give another dataset.template"
+                )
         try:
             template = self.text(conversation.tools)
             marked = MARKS.search(template) is not None

@@ -201,6 +201,26 @@ def test_a_prompt_that_the_turn_does_not_begin_with_is_told_once(caplog) -> None
     assert "row 1: message 2: the template prompts for a turn with '<|assistant|><think>\\n'" in record.getMessage()
 
 
+def test_a_turn_may_begin_with_a_tag_as_the_prompt_ends_with_one() -> None:
+    """TRL compares tokens: "<" is one of "<b>", but not of "<think>"."""
+    tokenizer = chat_tokenizer(R1, "<|endoftext|>")
+    tagged = Conversation([USER, {"role": "assistant", "content": "<b>Hello</b>"}, USER, SECOND], where="row 1")
+    first, last = trained_texts(Renderer(tokenizer), tokenizer, tagged)
+    assert (first, last) == ("<b>Hello</b><|endoftext|>", "Good bye<|endoftext|>")
+    apply = tokenizer.pretrained.apply_chat_template
+    prompt = apply(tagged.messages[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = apply(tagged.messages[:2], return_dict=True)["input_ids"]
+    begin = next(n for n, token in enumerate(prompt) if token != whole[n])
+    assert tokenizer.pretrained.decode(whole[begin:]) == first
+
+
+def test_the_last_turn_alone_is_no_advice_where_it_is_not_found() -> None:
+    lone = Conversation([FIRST], where="row 1")
+    for train_on in ("assistant", "last"):
+        with pytest.raises(UserError, match=r"^row 1: message 1: .* take a dataset.template=FILE with"):
+            sample_of(Renderer(chat_tokenizer(R1), train_on=train_on), lone)
+
+
 def test_bytes_are_rendered_by_the_plain_template() -> None:
     tokenizer = ByteTokenizer()
     renderer = Renderer(tokenizer)

@@ -54,6 +54,33 @@ def test_values_and_tools_reach_the_template(write) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "taken"),
+    [
+        # As Llama 3: what Python writes of a list. As Qwen3: nothing. As Qwen2.5: an error.
+        ("{{ message.content | trim }}", False),
+        ("{% if message.content is string %}{{ message.content }}{% endif %}", False),
+        ("{{ 'a' + message.content }}", False),
+        # As Idefics3, which takes no text. As Qwen3.5.
+        ("{{ message.content[0].text }}", True),
+        ("{{ message.content if message.content is string else message.content[0].text }}", True),
+    ],
+)
+def test_a_content_of_parts_is_for_templates_that_write_their_texts(write, written: str, taken: bool) -> None:
+    template = Template(chat_tokenizer(), write("a.jinja", "{% for message in messages %}" + written + "{% endfor %}"))
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in CHAT]
+    if taken:
+        assert template.render(Conversation(parts, where="row 1"))[0] == "hihello"
+    else:
+        with pytest.raises(UserError, match=r"^row 1: message 1: its content is a list of parts, whose texts the temp"):
+            template.render(Conversation(parts, where="row 1"))
+
+
+def test_what_a_tool_returns_may_be_a_list(write) -> None:
+    template = Template(chat_tokenizer(), write("a.jinja", "{{ messages[-1].content | tojson }}"))
+    assert template.render(Conversation([*CHAT, {"role": "tool", "content": [1, 2]}]))[0] == "[1, 2]"
+
+
+@pytest.mark.parametrize(
     ("template", "messages", "tools", "message"),
     [
         (None, CALL, None, "the plain template writes text alone, no tool calls and no reasoning: give dataset.templa"),
