@@ -79,7 +79,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class DiffusionModel(DiffusersNetwork):
-    """A network whose class has a row in `models.diffusion_classes`, which tells its conditions and its call."""
+    """A network whose class has an entry in `models.diffusion_classes.CLASSES`, which says how to call the network."""
 
     def __init__(self, network: nn.Module, row: NetworkClass):
         super().__init__(network)
@@ -100,31 +100,31 @@ class DiffusionModel(DiffusersNetwork):
 
         for module in network.modules():
             if isinstance(module, LabelEmbedding):
-                # Its own dropping of labels draws numbers on the device.
+                # The layer would drop labels by random numbers of the device, which differ from device to device.
                 module.dropout_prob = 0.0
 
     def forward(self, noisy: Tensor, timestep: Tensor, **condition: Tensor) -> Tensor:
-        """Predicts the velocity from image to noise; with whole steps what its training made it predict, as noise.
+        """Predicts the velocity from image to noise; for whole steps what the network was trained on, such as noise.
 
         Args:
             noisy: [B, C, H, W], or [B, C, frames, H, W] of a video; converted to the model's dtype.
             timestep: float32 [B], from 0 (image) to 1 (noise); or int64 [B], steps from 0 (image) to 999 (noise).
             condition: `labels`, int64 [B], and embeddings, as in `condition_shapes`; and the mask of the text, bool
-                [B, tokens], True where a token counts. All tokens count where it is left out.
+                [B, tokens], True where a token counts. Without a mask all tokens count.
 
         Returns:
-            The prediction, of the shape of `noisy`, in the model's dtype. A second half of the model's channels, a
-            variance, is left out, as SiT does (Ma et al. 2024).
+            The prediction, with the shape of `noisy`, in the model's dtype. Where the network also returns a variance,
+            as the second half of its channels, the variance is left out, as in SiT (Ma et al. 2024).
 
-        Raises ValueError if a condition is missing or unknown, the images have a shape that the model does not take, or
-        it takes no whole steps.
+        Raises ValueError if a condition is missing or unknown, if the model does not take images of this shape, or if
+        `timestep` has whole steps and the model takes only times.
         """
         self._check(noisy, timestep, condition)
         noisy, given = noisy.to(self.network.dtype), self._in_own_dtype(condition)
         latents = torch.cat([noisy, given.pop(OTHER_LATENTS)], dim=1) if OTHER_LATENTS in given else noisy
         if TEXT_MASK in given:
             counted = given[TEXT_MASK].bool()
-            # Attention to nothing is NaN.
+            # Attention of which every key is masked returns NaN: an example without text attends to all its tokens.
             given[TEXT_MASK] = counted | ~counted.any(dim=1, keepdim=True)
         times = timestep * self._row.steps if timestep.is_floating_point() else timestep
         return self._row.call(self.network, latents, times, given)[:, : noisy.shape[1]]
@@ -145,7 +145,7 @@ class DiffusionModel(DiffusersNetwork):
             )
 
     def tokens(self, shape: Sequence[int]) -> int | None:
-        """Returns the patches of latents of `shape`, [C, ...]; None where the model makes none."""
+        """Returns the number of patches in latents of `shape`, [C, ...]; None where the model does not make patches."""
         side = self.network.config.get("patch_size")
         patch = self._row.patch or (side and (side, side))
         return prod(shape[1:]) // prod(patch) if patch else None
@@ -177,12 +177,12 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
     """Builds a model without pretrained weights, on the current default device (`with torch.device("meta")`).
 
     Args:
-        source: a class in `CLASSES` ("UNet2DModel"), a name in `SHAPES` ("dit_xl"), or a folder with the config.json of
-            such a class, of a model or with the folder `transformer` or `unet` of a pipeline.
+        source: a class in `CLASSES` ("UNet2DModel"), a name in `SHAPES` ("dit_xl"), or a folder: of a model, with the
+            config.json of such a class, or of a pipeline, with such a model in its folder `transformer` or `unet`.
         overrides: values for keys of the model's configuration.
 
-    Raises ValueError in one line for a source that is unknown, or of a class that is trained through its pipeline, and
-    as `build_network`.
+    Raises ValueError in one line if the source is unknown, or its class is trained through its pipeline; and as
+    `build_network` does.
     """
     folder = None
     if source in SHAPES:
@@ -203,8 +203,12 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
 
 
 def _through_its_pipeline(name: str, source: Path, folder: Path | None) -> str:
-    """Returns the line about a class that is not trained by itself, in `folder`; None: its name was given."""
-    diffusers, given, parent = library(), "model.source=FOLDER (of a whole pipeline)", source.absolute().parent
+    """Returns the error message for the class `name`, which is not in CLASSES.
+
+    `folder` is where its config.json was found, None if `source` is the name of the class.
+    """
+    diffusers, parent = library(), source.absolute().parent
+    given = "model.source=FOLDER (of a whole pipeline)"
     others = f"classes without a pipeline: {', '.join(CLASSES)}"
     with without_remarks():
         module = getattr(getattr(diffusers, name, None), "__module__", "")

@@ -1,6 +1,6 @@
 """The classes of diffusers that are trained without a pipeline: the conditions of each, and how it is called.
 
-How any other network is called, its pipeline is asked (`models.pipelines`).
+Every other class is trained through its pipeline, which calls the network itself (`models.pipelines`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Conditions = Mapping[str, Tensor]
 TEXT = "encoder_hidden_states"
 # The mask of the text, bool [B, tokens].
 TEXT_MASK = "encoder_attention_mask"
-# The further channels of a network that takes more than it returns, [B, C', ...]: the small image of upscaling, a mask
-# and the masked image of inpainting.
+# The further input channels of a network that takes more channels than it returns, [B, C', ...]: the small image for
+# upscaling, or the mask and the masked image for inpainting.
 OTHER_LATENTS = "other_latents"
 
 
 @dataclass(frozen=True)
 class NetworkClass:
-    """What the networks of one class are called with.
+    """How the networks of one class are called, checked and initialised.
 
     Attributes:
-        conditions: returns the shape of one example of each condition, of a configuration; that of a label is ().
-        call: calls a network with latents [B, C, ...], times [B] and conditions; its output has their layout.
-        known: the values of keys with others of which a network needs further inputs.
-        patch: the sides of patches, a sequence of which the network takes; () where latents stay as they are.
-        steps: the network's number for time 1; 1 where it takes no whole steps.
-        takes_mask: it takes `TEXT_MASK`.
-        variance: it may return twice the channels, the second half a variance.
-        first_stds: how layers begin that do not begin as torch makes them: the standard deviation of their weights, 0
-            for zeros, by patterns over their names.
+        conditions: returns, for a configuration, the shape of one example of each condition by name; () for labels.
+        call: calls a network with latents [B, C, ...], times [B] and conditions; its output has the latents' layout.
+        known: for some keys of the configuration, the supported values; with others a network needs further inputs.
+        patch: the sides of a patch where the network takes a sequence of patches; () where it takes latents.
+        steps: the number by which the network knows time 1; 1 if it takes times from 0 to 1 and no whole steps.
+        takes_mask: whether the network takes `TEXT_MASK`.
+        variance: whether the network may return twice the channels, the second half a variance.
+        first_stds: the standard deviation of the first weights (0: zeros), by patterns of layers' names; layers that
+            no pattern matches begin as torch's constructors make them.
     """
 
     conditions: Callable[[Config], dict[str, Shape]]
@@ -52,7 +52,7 @@ class NetworkClass:
     first_stds: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, config: Config) -> None:
-        """Raises ValueError naming a key and its value, where a network of that configuration cannot be called."""
+        """Raises ValueError, which names a key and its value, if a network with this configuration cannot be called."""
         for key, values in self.known.items():
             if config[key] not in values:
                 known = " or ".join(map(str, values))
@@ -73,7 +73,7 @@ def _unet(network: nn.Module, latents: Tensor, times: Tensor, given: Conditions)
 
 
 def _of_unet_with_text(config: Config) -> dict[str, Shape]:
-    """Those of Stable Diffusion 1, 2 and XL."""
+    """Returns the shapes of the conditions of Stable Diffusion 1, 2 and XL, by name."""
     width = config["cross_attention_dim"]
     shapes = _of_unet(config) | {TEXT: (77, width if isinstance(width, int) else width[0])}
     if config["addition_embed_type"] == "text_time":
@@ -97,7 +97,7 @@ def _unet_with_text(network: nn.Module, latents: Tensor, times: Tensor, given: C
 def _dit(network: nn.Module, latents: Tensor, times: Tensor, given: Conditions) -> Tensor:
     shape = (latents.shape[1], *[network.config["sample_size"]] * 2)
     if latents.shape[1:] != shape:
-        # It would take other places for the patches, or none at all.
+        # With another size the network would give patches wrong position embeddings, or fail.
         raise ValueError(f"the model takes images of shape {list(shape)}, not {list(latents.shape[1:])}")
     return _unet(network, latents, times, given)
 
@@ -111,7 +111,7 @@ def _flux(network: nn.Module, latents: Tensor, times: Tensor, given: Conditions)
     places = torch.zeros(rows, columns, 3, device=device)
     places[..., 1] += torch.arange(rows, device=device)[:, None]
     places[..., 2] += torch.arange(columns, device=device)
-    # The scale of FLUX.1-dev, as diffusers' own training gives it.
+    # The guidance scale of FLUX.1-dev, the default of diffusers' own training script.
     guided = {"guidance": torch.full_like(times, 3.5)} if network.config["guidance_embeds"] else {}
     output = network(
         hidden_states=patches.reshape(batch, rows * columns, -1),
@@ -141,7 +141,8 @@ def _ltx(network: nn.Module, latents: Tensor, times: Tensor, given: Conditions) 
     return output.transpose(1, 2).unflatten(2, sizes)
 
 
-# Fourier features take the logarithm of the time, which may be 0; learnt ones take whole numbers.
+# Only positional time embeddings: Fourier features take the logarithm of the time, which may be 0, and learnt
+# embeddings take only whole numbers.
 _UNET = {"class_embed_type": (None,), "time_embedding_type": ("positional",)}
 
 CLASSES: dict[str, NetworkClass] = {
@@ -174,7 +175,7 @@ CLASSES: dict[str, NetworkClass] = {
         known={"patch_size": (1,), "patch_size_t": (1,)},
         patch=(1, 1, 1),
         takes_mask=True,
-        # Chen et al. 2023, PixArt-alpha, with the modulation of adaLN-single.
+        # As in PixArt-alpha, whose modulation is adaLN-single (Chen et al. 2023).
         first_stds={
             "time_embed.linear": 0.02,
             "*.timestep_embedder.linear_[12]": 0.02,

@@ -1,4 +1,4 @@
-"""A network of diffusers, built without weights: its buffers, its first values and its files, whichever its class."""
+"""A network of diffusers of any class: builds it without weights, fills its buffers, and initialises or loads it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class DiffusersNetwork(nn.Module):
 
     Attributes:
         condition_shapes: the shape of one example of each condition that the model needs, by name: () for `labels`,
-            which are int64; all others are floating point. None where they are not known from its configuration.
-        optional_conditions: the names of further conditions that it takes, or None as well.
+            which are int64; all others are floating point. None where the configuration does not tell them.
+        optional_conditions: the names of conditions that the model takes and does not need; None as above.
         sample_shape: the shape of one image, [C, H, W]; None where the model takes any size.
-        num_labels: the labels that have an embedding, that for no label included; None for a model without labels.
+        num_labels: the number of labels with an embedding, "no label" included; None for a model without labels.
         takes_steps: whether `timestep` may be whole numbers of steps.
     """
 
@@ -41,7 +41,7 @@ class DiffusersNetwork(nn.Module):
     sample_shape: tuple[int, ...] | None = None
     num_labels: int | None = None
     takes_steps: bool = True
-    # See `models.diffusion_initialise`.
+    # The standard deviations of first weights, by patterns of layers' names (`models.diffusion_initialise`).
     first_stds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, network: nn.Module):
@@ -49,26 +49,26 @@ class DiffusersNetwork(nn.Module):
         self.network = network
 
     def fill_buffers(self) -> None:
-        """Fills the buffers, after construction on the meta device, as construction on the CPU does. Raises ValueError.
+        """Fills the buffers of a model that was built on the meta device, with the values that the CPU would give.
 
-        Buffers with random numbers are refused. Weights are not touched. As in `from_pretrained`, tables outside the
-        state dict are computed in the model's dtype; those inside are rounded to it, as those of files are.
+        Weights are not touched. As in `from_pretrained`, buffers outside the state dict are computed in the model's
+        dtype; those inside are rounded to it, as values from files are. Raises ValueError for random buffers.
         """
         fill_buffers(self.network, partial(self._same_again, self.network.dtype), self._same_again)
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:
-        """See `models.diffusion_initialise.initialise_diffusion`."""
+        """Fills the weights by `seed`, as `models.diffusion_initialise.initialise_diffusion` says."""
         initialise_diffusion(self.network, self._same_again, self.first_stds, seed, device)
 
     def load(self, path: Path) -> None:
-        """Copies weights into the parameters and persistent buffers, as `models.weights.load_weights`.
+        """Copies weights into the parameters and persistent buffers, as `models.weights.load_weights` does.
 
         `path` is a .safetensors file, an index, the folder of a model, or that of a pipeline.
         """
         load_weights(self.network, file_of(path))
 
     def matched(self, path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
-        """Returns what `models.weights.matched_weights` returns of the files that `load` reads."""
+        """Returns what `models.weights.matched_weights` returns for the files that `load` reads."""
         return matched_weights(self.network, file_of(path))
 
     def _same_again(self, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -76,7 +76,7 @@ class DiffusersNetwork(nn.Module):
             return type(self.network).from_config(self.network.config)
 
     def _in_own_dtype(self, condition: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Not that of the first parameter, which may be one that its class keeps in float32.
+        # Not the dtype of the first parameter, which the class may keep in float32.
         dtype = self.network.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
 
@@ -94,20 +94,22 @@ def build_network(
     """Builds a network without weights, on the current default device (`with torch.device("meta")`), and wraps it.
 
     Args:
-        name: a class of diffusers, `config` the values of its configuration, or of its file.
-        overrides: values for keys of the configuration.
-        check: may raise ValueError for the whole configuration.
+        name: a class of diffusers.
+        config: the values of its configuration, such as those of a config.json; missing keys have their defaults.
+        overrides: values for keys of the configuration, which replace those of `config`.
+        wrapped: makes the result of the network.
+        check: is given the configuration with defaults and overrides, and may raise ValueError.
 
     Raises:
-        ValueError: one line about a key that the class does not have, with the closest names, or a value that it does
-            not take.
+        ValueError: one line about a key that the class does not have, with the closest names, a value that it does not
+            take, or a package that it needs.
     """
     avoid_cudnn_attention()
     import_quantisers()
     with without_remarks():
         import diffusers
 
-        # Its modules are imported by this.
+        # Diffusers imports the module of a class when the class is first read, and may log then.
         made = getattr(diffusers, name)
     keys = dict(inspect.signature(made.__init__).parameters)
     del keys["self"]
@@ -144,7 +146,10 @@ def build_network(
 
 
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Returns the name of a class, and the values of its configuration, of the config.json in `folder`."""
+    """Reads the config.json in `folder`: returns the name of the class, and the values of its configuration.
+
+    Raises ValueError in one line for a file that cannot be read, or names no class.
+    """
     file = folder / CONFIG_FILE
     config = read_object(file, "download it again")
     if not isinstance(config.get("_class_name"), str):

@@ -176,7 +176,10 @@ def row_of(name: str, spec: str, count: int, options: argparse.Namespace) -> dic
 
 
 def add_rates(row: dict, rows: list[dict]) -> None:
-    """Adds ratio, scaling and the rate of weights, by `rows`: of the resident model, and of the mode on one device."""
+    """Adds to a row the ratio to the resident model, the speed-up over one device, and the weights' GB/s.
+
+    `rows` begin with the row of the resident model, then that of the mode on one device.
+    """
     resident, alone = rows[0].get("step_ms"), rows[1] if len(rows) > 1 else {}
     if "failed" not in row:
         row["to_none"] = resident and row["step_ms"] / resident

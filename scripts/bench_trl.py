@@ -136,13 +136,26 @@ def run_trl(options: argparse.Namespace) -> dict:
         hf = model.hf
         hf.set_attn_implementation(options.row)
         settings = SFTConfig(
-            output_dir=out, per_device_train_batch_size=1, gradient_accumulation_steps=config.batch_size,
-            max_steps=len(real), learning_rate=config.optimizer.lr, padding_free=True, packing=False, max_length=None,
-            bf16=device.type == "cuda", use_cpu=device.type == "cpu", report_to=[], save_strategy="no",
-            logging_strategy="no", shuffle_dataset=False, disable_tqdm=True,
-            dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, optim="adamw_torch_fused",
+            output_dir=out,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=config.batch_size,
+            max_steps=len(real),
+            learning_rate=config.optimizer.lr,
+            padding_free=True,
+            packing=False,
+            max_length=None,
+            bf16=device.type == "cuda",
+            use_cpu=device.type == "cpu",
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            shuffle_dataset=False,
+            disable_tqdm=True,
+            dataset_kwargs={"skip_prepare_dataset": True},
+            remove_unused_columns=False,
+            optim="adamw_torch_fused",
             max_grad_norm=config.clip_norm or 0.0,
-        )  # fmt: skip
+        )
         tokenizer = load_tokenizer(config.dataset.tokenizer).pretrained
         data = Dataset.from_list(rows)
         SFTTrainer(hf, settings, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()

@@ -60,7 +60,7 @@ MAX_RUNS = 100
 
 
 def workspace(entity: str, project: str, group: str | None = None) -> Workspace:
-    """Builds the workspace of a project, or a `group` of it; runs that differ in their seed alone are one bar."""
+    """Builds the workspace of a project, or of one `group` of its runs; runs that differ only in seed share a bar."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr

@@ -96,7 +96,10 @@ def components_of(options: argparse.Namespace) -> tuple[Components, Path]:
 def writer(
     options: argparse.Namespace, prompt_of: Callable[[DictConfig, Tokenizer], Sequence[int]]
 ) -> Iterator[tuple[Writer, Sequence[int]]]:
-    """Gives the model of the run, and the ids of `prompt_of` that it is to continue. Raises UserError."""
+    """Loads the model of the run; gives what writes text with it, and the ids that `prompt_of` makes, to be continued.
+
+    Raises UserError for a run whose model makes no text, or a prompt that does not fit.
+    """
     components, checkpoint = components_of(options)
     config = components.config
     from training.planning.fit import refuse_text

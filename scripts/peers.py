@@ -40,7 +40,7 @@ NAMES = (
     "ramtorch_bf16", "fairscale", "torchao_optimizer", "bounce_linear", "save_on_cpu", "tensor_swap", "superoffload",
     "diffusers_group",
 )  # fmt: skip
-# The overrides of each, in the order in which they run.
+# The overrides that choose each system, in the order in which the systems run.
 SYSTEMS = {name: VARIANTS.get(name, [f"offload={name}"]) for name in NAMES}
 # Seconds without which no run is started, and those that a run may take to end when its time is over.
 LEAST_S, GRACE_S = 20.0, 5.0

@@ -39,7 +39,10 @@ ELSEWHERE = ("\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGH
 
 
 def show(given: Sequence[str], count: int, marks: tuple[str, str]) -> None:
-    """Prints the first `count` chats of a configuration, and the facts of its dataset. Raises UserError."""
+    """Prints the first `count` chats of a configuration, and facts about its dataset.
+
+    Raises UserError for a configuration or dataset that cannot be used.
+    """
     if count < 1:
         raise UserError(f"--count={count}: must be at least 1")
     config, invocation = _configuration(given)
@@ -65,7 +68,7 @@ def show(given: Sequence[str], count: int, marks: tuple[str, str]) -> None:
 
 
 def marked(dataset: object, sample: Sample, marks: tuple[str, str]) -> str:
-    """Returns a sample's text, run by run, with `marks` around what is trained on."""
+    """Returns a sample's text, with `marks` (before, after) around each part that is trained on."""
     text, start, tokens = "", 0, len(sample.ids)
     while start < tokens:
         end = next((n for n in range(start, tokens) if sample.trained[n] != sample.trained[start]), tokens)

@@ -114,9 +114,14 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--master", default="compact", help="format of its masters, as optimizer.master")
     options.add_argument("--state-dtype", default="fp32", help="format of its moments, as optimizer.state_dtype")
     options.add_argument(
-        "--forward", type=int, nargs="?", const=1, default=0, metavar="N",
+        "--forward",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="N",
         help="N forwards in a row without gradients are a step (1)",
-    )  # fmt: skip
+    )
     return options
 
 
@@ -193,7 +198,7 @@ class Workload(ABC):
         self._undo.close()
 
     def step(self) -> torch.Tensor:
-        """Runs a step, or with `--forward N` so many forwards in a row, as of a sampler; returns the loss."""
+        """Runs a step, or with `--forward N` N forwards in a row, as a sampler does; returns the loss, a scalar."""
         options, batch = self.options, self.batch()
         if options.forward:
             with self.attached.inference():
@@ -239,7 +244,10 @@ class BlocksWorkload(Workload):
 
 
 class ModelWorkload(Workload):
-    """An option of conf/model with its own task, data and recompute, and one batch; --set has the keys of the step."""
+    """An option of conf/model with the task, data and recompute that it chooses; every step has the same batch.
+
+    `--set` gives the other keys of the configuration, such as batch_size.
+    """
 
     def prepare(self, spec: str) -> str:
         name, overrides = mode_overrides(spec)
@@ -267,11 +275,13 @@ class ModelWorkload(Workload):
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The ms of each step, the mode's counters over them and at their end, the last loss, and the warm-up's peak."""
+    """What was measured of the steps: their times in ms, the last loss, and the peak GPU memory of the warm-up."""
 
     times_ms: list[float]
     grown: Counters
+    """what the timed steps added to the mode's counters"""
     after: Counters
+    """the mode's counters after the last step"""
     loss: float
     warmup_peak_gib: float
 
@@ -297,9 +307,10 @@ def timed_steps(workload: Workload, warmup: int, steps: int) -> TimedSteps:
 
 @torch.no_grad()
 def fill_zeros(model: nn.Module, device: torch.device) -> None:
-    """Gives each matrix that starts at zero (adaLN-Zero, the second of an adapter) random values, as a trained one has.
+    """Gives random values to each matrix that is all zeros (adaLN-Zero, the second of an adapter), as training would.
 
-    Products of zeros are faster on a GPU, and squares of gradients near zero, denormal numbers, slow on a CPU.
+    Zeros would falsify the times: a GPU multiplies zeros faster, and a CPU is slow at the denormal squares of tiny
+    gradients.
     """
     draws = Draws(0, device)
     for name, parameter in model.named_parameters():
@@ -332,6 +343,9 @@ def mode_overrides(spec: str) -> tuple[str, list[str]]:
 
 
 def build_mode(spec: str) -> tuple[str, Mode]:
-    """Makes the mode of `spec`, and its name, with train.py's checks. Raises UserError and Hydra's errors."""
+    """Makes the mode of `spec`, MODE:KEY=VALUE,..., with train.py's checks; returns its name and the mode.
+
+    Raises UserError and Hydra's errors.
+    """
     name, overrides = mode_overrides(spec)
     return name, make_mode(composed(overrides).offload)
