@@ -31,7 +31,10 @@ def trained_tokens_in(labels: Tensor) -> int:
 
 
 def tokens_in(batch: Batch) -> int:
-    """Returns the tokens of a batch of text, on the CPU, without padding. Raises ValueError where nothing tells."""
+    """Returns the number of tokens in a batch of text on the CPU, without padding.
+
+    Raises ValueError for a dictionary without `lengths`, `segments` and `input_ids`.
+    """
     if isinstance(batch, Tensor):
         return batch.numel() - len(batch)
     if "lengths" in batch:
@@ -44,7 +47,7 @@ def tokens_in(batch: Batch) -> int:
 
 
 def nonfinite_in(batch: Batch) -> tuple[str, int] | None:
-    """Returns the tensor of a dictionary, by name, and its first example that is not finite; None: all are."""
+    """Returns the name of the first tensor that is not finite, and its first such example; None if all are finite."""
     for name, tensor in batch.items() if isinstance(batch, dict) else ():
         finite = tensor.isfinite().flatten(1).all(1) if tensor.ndim > 1 else tensor.isfinite()
         if not finite.all():

@@ -17,7 +17,10 @@ from training.weights.files import ModelWeights, weight_files
 
 @dataclass(frozen=True)
 class BaseReference:
-    """The origin of a base: `seed`, or `weights` and their revision as given, and the SHA-256 of their files."""
+    """Where a frozen base comes from: `seed`, or `weights` (model.weights as given) and their files' SHA-256 by name.
+
+    `revision` is the part of `weights` behind `@`, of a model on the Hub.
+    """
 
     seed: int | None
     weights: str | None
@@ -53,7 +56,7 @@ class BaseReference:
         return json.dumps(values, indent=2).encode()
 
     def check(self, folder: Path, key: str, name: str = BASE_FILE) -> None:
-        """Raises UserError, beginning with `key`, unless the file `name` in `folder` names this base."""
+        """Raises UserError, whose message begins with `key`, unless the file `name` in `folder` names this base."""
         try:
             saved = read_json(folder / name)
         except DamagedError as error:

@@ -23,7 +23,7 @@ MAY_CHANGE = (
     "parallel.*", "hardware*", "vram_budget", "host_budget", "plan", "force", "trace", "on_nonfinite",
     "optimizer.device_share", "optimizer.gradients", "optimizer.threads", "optimizer.speculate",
 )  # fmt: skip
-# Both optimizers compute the same from the same states; one has knobs that the other lacks.
+# These optimizers compute the same from the same states, so a run may resume with the other one.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
 ABSENT_KEYS = {"ema": "null", "optimizer.master": "compact", "optimizer.state_dtype": "fp32"}
 ABSENT = "absent"
@@ -35,7 +35,11 @@ def config_text(config: DictConfig) -> str:
 
 
 def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key: str) -> None:
-    """Raises UserError, beginning with `key`, for changes from `saved`, the configuration of a checkpoint."""
+    """Refuses to resume if `config` differs from the checkpoint's configuration in a key that must not change.
+
+    `saved` is the configuration of the checkpoint in `folder`. Warns of changes that alter rounding or the learning
+    rate. Raises UserError, whose message begins with `key`.
+    """
     changed = changed_values(config, saved)
     # The files of a frozen base, and its tokenizer with them, may lie elsewhere now: base and batches are compared.
     may_change = (*MAY_CHANGE, "model.weights", "dataset.tokenizer") if has_adapter(config) else MAY_CHANGE
@@ -82,7 +86,7 @@ def weights_key(saved: dict[str, Any]) -> str:
 
 
 def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Returns old and new value of each key that differs from `saved`, as lines; "absent" where a side lacks it."""
+    """Returns (old value, new value), each as one line, of each key that differs from `saved`; "absent" if not set."""
     was, now = _flat(saved), _flat(parse_yaml(config_text(config)))
     return {
         name: (_shown(was.get(name, ABSENT)), _shown(now.get(name, ABSENT)))

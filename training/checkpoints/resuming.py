@@ -49,7 +49,10 @@ class Checkpoint:
     """every value as text"""
 
     def check_data(self, dataset, eval_sha256: str | None) -> None:
-        """Raises UserError if data, last batch or, where both evaluate, held-out batches differ from the run's."""
+        """Raises UserError if `dataset` has other data, another last batch or other held-out batches than the run had.
+
+        `eval_sha256` is the digest of the held-out batches, None without evaluations.
+        """
         if digest_of_all(dataset) != self.state.data_sha256:
             changed = (
                 "the text has changed: dataset.files, the file of dataset.tokenizer or the release of Python is not the"
@@ -67,7 +70,10 @@ class Checkpoint:
         )
 
     def check_source(self, given: str, sha256: str | None) -> None:
-        """Raises UserError unless the config.json of model.source=`given` is the run's: it decides the computation."""
+        """Raises UserError if the config.json of model.source=`given`, of digest `sha256`, has changed since the save.
+
+        The configuration decides what the model computes, and weights of the same shapes would not show a change.
+        """
         if self.state.source_sha256 != sha256:
             raise UserError(
                 f"resume={self.folder}: model.source={given}: its config.json has changed: restore it, or begin a new"
@@ -89,7 +95,10 @@ class Checkpoint:
         device: torch.device,
         averages: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Copies the saved state into these. Raises UserError for a file that does not fit, before any changes."""
+        """Copies the saved state into model, optimizer, schedule, `averages` and torch's random generators.
+
+        Raises UserError for a file that does not fit, before a tensor changes.
+        """
         try:
             restore_random_states(self.folder, device)
             load_tensors(self.folder, self.files, model, optimizer, averages)
@@ -152,7 +161,7 @@ def _refuse_foreign(run_dir: Path) -> None:
 
 
 def _refuse_finished(run_dir: Path) -> None:
-    """Raises UserError if a run without checkpoints is finished in `run_dir`, whose results a new one would drop."""
+    """Raises UserError if `run_dir` has a finished run without checkpoints: a new run would replace its results."""
     if not (run_dir / SUMMARY_FILE).exists():
         return
     try:

@@ -1,7 +1,7 @@
 """Saves a run: when, which files, how many checkpoints are kept, and which is the best: `checkpoints/best` links to it.
 
-The folder of a checkpoint is complete or not there, even after a power failure or a kill. Nothing but the records of
-the run remembers the best one, so a run that resumes knows it again, also where it is rewound or has another metric.
+The folder of a checkpoint is complete or not there, even after a power failure or a kill. Which checkpoint is the best
+is found again from the run's records when it resumes, even from an earlier checkpoint or with another metric.
 """
 
 import errno
@@ -70,7 +70,8 @@ KEY = "checkpoint.best"
 class Checkpoints:
     """Saves the checkpoints of one run in its directory; training waits, because a step would change the tensors.
 
-    With `base`, that of an adapter, they hold the adapter and this reference, and not the model; and `averages`, too.
+    With `base`, the frozen base of an adapter, a checkpoint has the adapter and `base`, not the whole model. It has the
+    `averages` of weights too, if there are any.
     """
 
     def __init__(
@@ -86,24 +87,26 @@ class Checkpoints:
         self.on_signal_after_s = _on_signal_after_s(config)
         """From this many seconds of training on, a signal saves the run; infinity: none does."""
         self.best = Best(config.checkpoint.best, run_dir)
-        self._config, self._run_dir, self._model, self._optimizer = config, run_dir, model, optimizer
-        self._streams, self._base, self._averages = streams, base, averages
+        self._config, self._run_dir = config, run_dir
+        self._model, self._optimizer, self._averages = model, optimizer, averages
+        self._streams, self._base = streams, base
 
     def due(self, step: int) -> bool:
         """Tells whether to save after `step`: every `checkpoint.every` steps, after the last, and after the best."""
         return due(self._config.checkpoint.every, step, self._config.steps) or self.best.wants(step)
 
     def save(self, state: RunState, required: bool = False) -> float | None:
-        """Writes a checkpoint and removes those beyond `checkpoint.keep`, but the best; returns the ms this took.
+        """Writes a checkpoint, removes the oldest beyond `checkpoint.keep` except the best, and returns the ms taken.
 
-        If the disk refuses it, the earlier ones stay: one warning, and None; UserError if it is `required`.
+        If the disk refuses the checkpoint, the earlier ones stay: warns and returns None, or raises UserError if the
+        checkpoint is `required`.
         """
         folder = folder_of(self._run_dir, state.step)
         start = perf_counter()
         try:
             self._optimizer.finish()
             self._streams.synchronize()
-            # First, because they may be what fills the disk.
+            # Before writing, because the leftovers may be what fills the disk.
             self.remove_leftovers(state.step - 1)
             nbytes = write_folder(folder, self._files(state))
         except OSError as error:
@@ -116,7 +119,10 @@ class Checkpoints:
         return save_ms
 
     def remove_leftovers(self, step: int) -> None:
-        """Removes checkpoints up to `step` beyond `checkpoint.keep`, but the best, and partial ones, or warns."""
+        """Removes partial checkpoints, and of those up to `step` all but the newest `checkpoint.keep` and the best.
+
+        A checkpoint that cannot be removed gives a warning.
+        """
         home = folder_of(self._run_dir, 0).parent
         old = [folder for folder in checkpoints_in(home) if step_of(folder) <= step][self._config.checkpoint.keep :]
         old = [folder for folder in old if step_of(folder) != self.best.step]
@@ -182,7 +188,10 @@ def _on_signal_after_s(config: DictConfig) -> float:
 
 
 def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-    """Returns transformers' LlamaConfig of our Llama, as JSON; `values` are what else is known, such as end tokens."""
+    """Returns the config.json with which transformers loads a Llama of `models.llama`.
+
+    `values` are further keys of the file, such as the tokens that end a text.
+    """
     dtype = "bfloat16" if config.precision == Precision.bf16 else "float32"
     known = {
         "architectures": ["LlamaForCausalLM"],
@@ -202,10 +211,10 @@ def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingP
 
 
 def write_folder(folder: Path, files: Mapping[str, Fill]) -> int:
-    """Writes `folder` with `files`, several at a time, and their manifest; returns the bytes written.
+    """Writes `files`, several at a time, and their manifest into a new `folder`; returns the bytes written.
 
-    They are written to `FOLDER.partial`, which is renamed when all is on disk. An error leaves nothing, a kill the
-    partial folder. Raises OSError if the disk is full, or the folder's name is taken or cannot be written.
+    The files are written to `FOLDER.partial`, which is renamed when all are on disk. An error leaves nothing; a kill
+    leaves the partial folder. Raises OSError if the disk is full, or `folder` exists or cannot be written.
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, "something of this name is there: move it away", str(folder))
@@ -254,7 +263,7 @@ def _write_file(path: Path, fill: Fill, given_up: Event) -> FileRecord:
 
 
 class Best:
-    """Finds the best of the steps whose records it is given, by `metric` (None: none is), and links to it."""
+    """Finds the best checkpoint by `metric` in the records of the run, and keeps a link to it; None: there is none."""
 
     def __init__(self, metric: str | None, run_dir: Path):
         self.step: int | None = None
@@ -262,13 +271,13 @@ class Best:
         self._metric, self._run_dir = metric, run_dir
         self._sign = 1.0 if metric is not None and higher_is_better(metric) else -1.0
         self._value = -math.inf
-        # A step that is better, and its value, until it is saved.
+        # (step, value) of a step that is better than the best checkpoint, until its own checkpoint is saved.
         self._candidate: tuple[int, float] | None = None
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Takes a record, new or of an earlier part of the run. The evaluation before the first step is left out."""
+        """Takes the record of a step, a new one or one read from the run's file. Ignores that of no step at all."""
         value, step = record.get(self._metric), record["train/step"]
-        # Of equal ones the first is kept. What is no number is never the best.
+        # Of equal values the first stays the best; NaN and infinity never are.
         if value is None or not step or not math.isfinite(value) or self._sign * value <= self._value:
             return
         self._candidate = step, value
@@ -276,11 +285,11 @@ class Best:
             self.saved(step)
 
     def wants(self, step: int) -> bool:
-        """Tells whether the checkpoint of `step`, which is not there yet, would be the best."""
+        """Tells whether `step`, of which there is no checkpoint yet, is better than the best checkpoint."""
         return self._candidate is not None and self._candidate[0] == step
 
     def saved(self, step: int) -> None:
-        """Takes the checkpoint of `step`, which is complete, for the best, if `wants` it."""
+        """Makes the complete checkpoint of `step` the best one if `wants(step)`, and links to it."""
         if not self.wants(step):
             return
         value = self._candidate[1]
@@ -289,14 +298,14 @@ class Best:
         self.link()
 
     def link(self) -> None:
-        """Makes the link that of the best checkpoint, or removes it. A disk that refuses that gives a warning."""
+        """Lets the link `checkpoints/best` point to the best checkpoint, or removes it; warns if the disk refuses."""
         home = folder_of(self._run_dir, 0).parent
         link = home / BEST_LINK
         try:
             if self.step is None:
                 link.unlink(missing_ok=True)
                 return
-            # No reader finds none.
+            # Replaced at once, so that a reader always finds a link.
             partial = partial_path(link)
             partial.unlink(missing_ok=True)
             partial.symlink_to(folder_of(self._run_dir, self.step).name)

@@ -1,7 +1,7 @@
 """The state of a run: its step, the random generators, and its tensors by name.
 
-Weights are under Hugging Face's names, optimizer states under their parameter's. Names and layout depend on the model
-alone, not on the offload mode or on the states' device.
+Weights have Hugging Face's names; an optimizer state has the name of its parameter and its own. Names and layout depend
+on the model alone, not on the offload mode or on the device of the states.
 """
 
 import json
@@ -32,13 +32,13 @@ from training.runs.checkpoint_files import (
     read_json,
 )
 
-# A copy of a parameter, where its state is on another device.
+# The name of an optimizer's state that is a copy of its parameter, kept where the states are on another device.
 COPY = "weight"
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The progress of a run; learning rate and batches are functions of its step. Defaults are those of a new run."""
+    """The progress of a run; learning rate and batches follow from `step`. The defaults are those of a new run."""
 
     step: int = 0
     """optimizer steps done"""
@@ -89,7 +89,7 @@ def digest_of_all(dataset) -> str | None:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of torch's generators of host and `device`, uint8 [bytes], for what draws between steps."""
+    """Returns the states of torch's random generators of the host ("cpu") and of a GPU ("cuda"), each uint8 [bytes]."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -97,7 +97,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(folder: Path, device: torch.device) -> None:
-    """Restores torch's generators, a GPU's if both runs have one. Raises DamagedError for a file without them."""
+    """Restores torch's random generators, the GPU's if both runs have a GPU. Raises DamagedError for a bad file."""
     path = folder / RANDOM_FILE
     try:
         with open_file(path) as handle:
@@ -114,7 +114,7 @@ def _is_count(value: Any) -> bool:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer's states as PARAMETER.STATE, in the model's order. Copies of parameters are left out."""
+    """Returns the optimizer's states by PARAMETER.STATE, in the parameters' order, without copies of parameters."""
     return {
         f"{name}.{key}": tensor
         for name, parameter in model.named_parameters()
@@ -132,8 +132,9 @@ def load_tensors(
 ) -> None:
     """Copies a checkpoint into the model, the optimizer's states and `averages`, which exist already, on any device.
 
-    Of a model with adapters it has only these. `names` are its files in `folder`; no other is read. Raises DamagedError
-    for a file that is not among them or a tensor that does not fit, before anything is changed.
+    The checkpoint of a model with adapters has the adapters alone. `names` are the files that the manifest of `folder`
+    lists; no other file is read. Raises DamagedError for a file that is not listed, or a tensor that does not fit,
+    before a tensor changes.
     """
     names = [name for name in names if name.endswith(".safetensors") or name == INDEX_FILE]
     states = optimizer_tensors(model, optimizer)
@@ -193,7 +194,7 @@ def _shown(dtype: str, shape: tuple[int, ...]) -> str:
 
 @torch.no_grad()
 def renew_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Copies parameters into the copies of them beside their states, where there are some."""
+    """Copies each parameter into the copy of it that the optimizer keeps beside its states, if it keeps one."""
     for parameter in model.parameters():
         copy = optimizer.state.get(parameter, {}).get(COPY)
         if copy is not None:

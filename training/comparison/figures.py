@@ -70,7 +70,7 @@ PARTS = (("compute", BLUE), ("waiting for copies (stall)", ORANGE), ("waiting fo
 UNSTABLE = {"png": "Software", "pdf": "CreationDate", "svg": "Date"}
 # Names of equal runs that the legend lists; it counts further ones.
 NAMED = 3
-# A share of a step below this one is no finding.
+# The smallest share of a step that a finding mentions.
 LEAST_SHARE = 0.01
 
 
@@ -92,7 +92,10 @@ def render_figures(rows: Sequence[Row], kind: str = "png") -> dict[str, bytes]:
 
 
 def memory_figure(rows: Sequence[Row]) -> Figure:
-    """Draws each row (mean of its seeds, bar for their spread), and the Pareto front of whole steps that fit."""
+    """Draws step time against memory: a point for each row, the mean of its seeds, with a bar for their spread.
+
+    A line joins the Pareto front: of rows with whole steps (not forward alone) that fit their machine.
+    """
     key = memory_key(rows)
     points = numpy.array([(row.mean(key), row.mean("perf/step_ms")) for row in rows])
     whole = [i for i, row in enumerate(rows) if not row.misfits and not row.forward_only]
@@ -201,7 +204,10 @@ class Curve:
 
 
 def loss_figure(rows: Sequence[Row]) -> Figure:
-    """Draws each curve, a mean of seeds in the band of their range; the legend begins with the highest last loss."""
+    """Draws the training loss of each row: the mean of its seeds, in a band from the smallest to the largest.
+
+    The legend begins with the highest last loss.
+    """
     curves = distinct_curves(rows)
     figure, axes = canvas(max(5.0, 1.0 + LINE_IN * sum(curve.label.count("\n") + 1.4 for curve in curves)))
     lines = []
@@ -330,13 +336,16 @@ def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
 
 
 def memory_finding(front: Sequence[Row], key: str) -> str:
-    """Says what the row with the least memory of the Pareto front takes of its reference. `key`: the memory."""
+    """Says which share of its reference's memory and step time the row with the least memory takes.
+
+    `front` are the rows of the Pareto front, the least memory first; `key` is the metric of memory.
+    """
     for row in front:
         memory = row.reference.mean(key) if row.reference and row.reference is not row else None
         if memory and row.ratio is not None:
             share = row.mean(key) / memory
             return f"{row.name}: {share:.2f} of the memory and {row.ratio:.2f} of the step time of {row.reference.name}"
-    # No run is better than this one in either.
+    # A front of one row: no other row has less memory or takes less time.
     return (
         f"{front[0].name} takes the least memory and the least time" if len(front) == 1 else "Step time against memory"
     )
@@ -362,7 +371,7 @@ def time_finding(rows: Sequence[Row]) -> str:
 
 
 def loss_finding(rows: Sequence[Row]) -> str:
-    """Says how many rows have the losses of their reference in every bit, and how far the others are from theirs."""
+    """Says how many rows have the same losses as their reference in every bit, and how far the other rows are off."""
     curves = [row.curve for row in rows if row.curve not in (None, REFERENCE)]
     differing = [curve for curve in curves if curve != EQUAL]
     if not curves:

@@ -27,7 +27,7 @@ CAPTIONS = {
 FINE = ("ok", "stopped", "planned", "running")
 # Machines, versions and dates that the page lists of each; it counts further ones.
 NAMED = 4
-# Of a sample.
+# The most that the page shows of a sample: characters of its text, bytes of its picture.
 LONGEST_TEXT, LARGEST_PICTURE = 2000, 4 << 20
 STYLE = """
 body { margin: 2rem auto; max-width: 1400px; padding: 0 1rem; color: #1f2328; font: 15px/1.5 system-ui, sans-serif; }
@@ -172,7 +172,7 @@ def last_samples(rows: Sequence[Row]) -> dict[LastSample, list[str]]:
 
 
 def _last_of(directory: Path) -> LastSample | None:
-    """Returns None where a run has no samples, or damaged ones, which are in no other row of the page either."""
+    """Returns the last sample of the run in `directory`; None if it has none, or its file is damaged."""
     try:
         (record,) = deque(stream_metrics(directory, SAMPLES_FILE), maxlen=1)
         step, name = int(record["train/step"]), record.get("picture")

@@ -34,8 +34,9 @@ def compare(
     """Compares the runs in and below `directories`: prints the table, and writes table, figures and page to `out`.
 
     Each file is replaced as a whole, or stays as it was. Figures beside the page have the format `kind`, one of
-    FIGURE_KINDS. Returns the rows whose names match `patterns`, with * for any text, in this order (None: all), or in
-    that of the column `order` of compare.csv. Raises UserError for no such run, row or column, and OSError for `out`.
+    FIGURE_KINDS. `patterns` select rows by name, with * for any text (None: all rows). Rows have the order of the
+    patterns, or are sorted by the column `order` of compare.csv. Returns the selected rows. Raises UserError if there
+    is no run, no matching row or no such column, and OSError if `out` cannot be written.
     """
     runs = find_runs(directories)
     rows = chosen(build_rows(runs), patterns, order)

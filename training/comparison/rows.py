@@ -1,6 +1,6 @@
 """Rows of a comparison: runs that differ in their seed alone, averaged and compared with their resident run.
 
-Of losses it says how far they are from those of the resident run, from which step, and why.
+A row says how far its losses are from those of the resident run, from which step on, and why.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from training.visible_text import shortened
 EQUAL = "equal"
 REFERENCE = "reference"
 LOSS, EVAL_LOSS, NORM = "train/loss", "eval/loss", "train/grad_norm"
-# Relative differences up to this one are those of a lower precision, or of sums in another order.
+# The largest relative difference that a lower precision, or another order of sums, explains.
 ROUNDING = 0.02
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """Mean over a row's seeds, repeats of which count once, and their standard deviation; None for a single seed."""
+    """The mean over a row's seeds, and their standard deviation `spread` (None for a single seed).
+
+    Runs with the same seed count as one: their mean.
+    """
 
     mean: float
     spread: float | None = None
@@ -150,7 +153,10 @@ def mean(values: Sequence[float]) -> float:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Returns the indices of the points than which no other is as small in both coordinates and smaller in one."""
+    """Returns the indices of the points on the Pareto front, where smaller is better in both coordinates.
+
+    No other point is at most as large in both coordinates and smaller in one.
+    """
     front: list[int] = []
     lowest = math.inf
     for index in sorted(range(len(points)), key=lambda i: points[i]):
@@ -189,12 +195,15 @@ def _compare(row: Row, reference: Row) -> None:
 
 
 def losses(records: Sequence[dict[str, Any]], key: str = LOSS) -> dict[int, float]:
-    """Returns the values under `key` by step."""
+    """Returns the values of the metric `key` by step."""
     return {record["train/step"]: record[key] for record in records if {"train/step", key} <= record.keys()}
 
 
 def largest_difference(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the largest relative difference of losses at common steps (0: equal, infinity: not finite), or None."""
+    """Returns the largest relative difference between the losses of two runs; None if they have no step in common.
+
+    0 are equal losses; infinity is a loss that is not finite in one run alone.
+    """
     differences = []
     for key in (LOSS, EVAL_LOSS):
         own, other = losses(records, key), losses(reference, key)
@@ -203,7 +212,7 @@ def largest_difference(records: Sequence[dict[str, Any]], reference: Sequence[di
 
 
 def departure(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> str | None:
-    """Returns the first step at which the training losses differ, and why as far as it was measured; None if equal."""
+    """Returns one line: the first step at which the training losses differ, and the likely cause; None if equal."""
     own, other = losses(records), losses(reference)
     step = next((step for step in own if step in other and relative_difference(own[step], other[step])), None)
     if step is None:
@@ -212,12 +221,12 @@ def departure(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, A
 
 
 def _cause(step: int, records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> str:
-    """Gradients tell more than losses: those of a step show in the loss of the next."""
+    """Returns why the losses differ from `step` on: judged by the gradients before `step`, then by its loss."""
     own, other = losses(records), losses(reference)
     loss, by = own[step], relative_difference(own[step], other[step])
     first = not any(earlier < step for earlier in own.keys() & other.keys())
     norms, other_norms = losses(records, NORM), losses(reference, NORM)
-    # The gradients of the step itself were computed with other weights already, but for the first.
+    # Only steps before `step`: its own gradients come from weights that differ already, except in the first step.
     common = [at for at in norms if at in other_norms and (at < step or (first and at == step))]
     for at in common:
         norm, expected = norms[at], other_norms[at]
@@ -239,7 +248,7 @@ def _cause(step: int, records: Sequence[dict[str, Any]], reference: Sequence[dic
 
 
 def relative_difference(value: float, other: float) -> float:
-    """Returns the difference over the larger size: 0 for equal values, as two NaN are, and infinity beside one."""
+    """Returns |value - other| over the larger absolute value; 0 for two NaN, infinity if one alone is not finite."""
     if value == other or (math.isnan(value) and math.isnan(other)):
         return 0.0
     if not (math.isfinite(value) and math.isfinite(other)):

@@ -27,7 +27,10 @@ LONGEST_NAME = 300
 
 
 def all_settings(runs: Sequence[Run]) -> list[Settings]:
-    """Returns the settings of each run without the keys of REPEATS; of several devices with the one that a run used."""
+    """Returns the settings of each run, without the keys of REPEATS.
+
+    If the runs used different devices, `device` is the name of the one that the run used.
+    """
     values = [_settings(run) for run in runs]
     if len({run.device for run in runs if run.device}) > 1:
         return [own | {"device": run.device} if run.device else own for own, run in zip(values, runs, strict=True)]
@@ -42,9 +45,10 @@ def is_resident(values: Settings) -> bool:
 def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | None:
     """Returns the index of the candidate that `values` is to be compared with, or None if there is none.
 
-    That is a resident run with the same settings but for the mode. A mode that recomputes is compared with a run that
-    recomputes, if there is one; without one of the same optimizer, one with its update rule is taken. A resident run on
-    several devices, and one without a resident run on as many, is compared with the one on the fewest.
+    The reference is a resident run with the same settings except the mode. A mode that recomputes is compared with a
+    resident run that recomputes, if there is one. If no resident run has the same optimizer, one with the same update
+    rule is taken. A resident run on several devices is compared with the resident run on the fewest devices, and so is
+    a run of another mode if no resident run has as many devices.
     """
     recompute = ("recompute",) if _recomputes_itself(values) else ()
     left_out = ("offload", *INCIDENTAL, *recompute)
@@ -70,8 +74,8 @@ def _alike(values: Settings, candidates: Sequence[Settings], left_out: Sequence[
 def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
     """Returns a name for each run: the mode, then KEY=VALUE of the settings in which it differs from other runs.
 
-    An option's keys are compared among runs that chose it; the mode's are written without `offload.`. A group or key of
-    which nothing is chosen (`recompute=none`, `vram_budget=null`) is not named.
+    The keys of an option are compared only among runs that chose the option. The mode's keys are written without
+    `offload.`. A group or key that is switched off (`recompute=none`, `vram_budget=null`) is not named.
     """
     options = [_options(run, own) for run, own in zip(runs, values, strict=True)]
     names = []

@@ -18,10 +18,20 @@ WORDS = ("curve", COMPARED_WITH, "seeds", "status")
 # The characters that Markdown gives a meaning, GitHub's the dollar sign too; an underscore within a word has none.
 MARKUP = re.compile(r"[\\`*|~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
 # What LaTeX reads otherwise than it looks.
-LATEX = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "[": "{[}",
-    "<": "$<$", ">": "$>$", "|": "$|$", "\N{PLUS-MINUS SIGN}": r"$\pm$", MISSING: "--",
-})  # fmt: skip
+LATEX = str.maketrans(
+    {character: f"\\{character}" for character in "&%$#_{}"}
+    | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "[": "{[}",
+        "<": "$<$",
+        ">": "$>$",
+        "|": "$|$",
+        "\N{PLUS-MINUS SIGN}": r"$\pm$",
+        MISSING: "--",
+    }
+)
 # Width of lines, in characters, if the output is not a terminal.
 PLAIN_WIDTH = 160
 # Characters between two columns.
@@ -38,11 +48,15 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Column:
-    """One number of each row.
+    """A column of the table: one number of each row.
 
-    `title` is for people, with its unit, and sets the width; `name` is that of CSV; `source` is the key of a metric or
-    an attribute of Row. The mean, times `scale` for people, has the format `form`, with an exponent from
-    `exponent_from` on. `has_spread`: it varies from seed to seed, as ratios of means and counts of bytes do not.
+    Attributes:
+        title: the heading in the printed table, with the unit; its length is the least width of the column.
+        name: the heading in compare.csv.
+        source: the key of a metric, or an attribute of Row.
+        form: the format of the printed number, which is the mean times `scale`.
+        exponent_from: the printed number from which on it has an exponent.
+        has_spread: whether the number varies from seed to seed; ratios of means and counts of bytes do not.
     """
 
     title: str
@@ -110,7 +124,7 @@ CSV_WORDS: dict[str, Callable[[Row], str]] = {
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Returns each row's visible texts by the titles of their columns, without those that say nothing in any row."""
+    """Returns the texts of each row by column title, without the columns that are empty or zero in all rows."""
     several = len({id(row.reference) for row in rows if row.reference}) > 1
     columns = [column for column in COLUMNS if any(s.mean != 0 for row in rows if (s := column.statistic(row)))]
     if all((row.devices or 1) == 1 for row in rows):

@@ -27,24 +27,30 @@ def keys_under(path: str) -> Iterator[None]:
 
 
 def make_mode(config: DictConfig, key: str = "offload") -> Mode:
-    """Makes the mode of `config`, found under `key`, and that of its weights. Raises UserError naming the whole key."""
+    """Makes the mode of `config`, which is under `key`, with the mode for its weights if it has one.
+
+    Raises UserError, which names a bad knob by its whole key.
+    """
     weights = {"weights": make_mode(config.weights, f"{key}.weights")} if "weights" in config else {}
     return construct(config, key, **weights)
 
 
 def check_optimizer(config: DictConfig) -> None:
-    """Makes the optimizer of `config` for a parameter without memory. Raises UserError naming the whole key."""
-    # The class has defaults for what is chosen later.
+    """Makes the optimizer of `config` for one parameter on the meta device. Raises UserError as `make_mode` does."""
+    # What is auto is chosen later; until then the class's defaults stand for it.
     known = OmegaConf.create({key: value for key, value in config.items() if value != AUTO})
     construct(known, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
 
 
 def construct(config: DictConfig, key: str, **given: Any) -> Any:
-    """Makes the object that `config`, found under `key`, describes. Raises UserError naming the whole key."""
+    """Makes the object that `config`, which is under `key`, describes; `given` are arguments that code adds.
+
+    Raises UserError, which names a bad knob by its whole key.
+    """
     values = OmegaConf.to_container(config, resolve=True)
     knobs = {name: value for name, value in values.items() if not name.startswith("_")}
     if knobs.get("resident") == AUTO:
-        # Until `training.planning.plan` chooses.
+        # `training.planning.plan` chooses it later.
         knobs["resident"] = 0
     with keys_under(key):
         return get_class(config._target_)(**knobs | given)

@@ -42,14 +42,15 @@ class Built:
 
 
 def renamed(base: type, target: str) -> type:
-    """Makes the dataclass of an option with the keys of `base`, and another class for `_target_`."""
+    """Makes the dataclass of an option that has the keys of `base`, and `target` as its `_target_`."""
     return dataclasses.make_dataclass(target.rpartition(".")[2], [("_target_", str, target)], bases=(base,))
 
 
 def schema_of(target: type, given: frozenset[str] = frozenset(), or_auto: frozenset[str] = frozenset()) -> type:
-    """Makes the dataclass of a class: a key for each argument that is not `given` by code, with type and default.
+    """Makes the dataclass of the option that makes a `target`: a key for each argument, with its type and default.
 
-    Those of `or_auto` are numbers or auto. A choice of words is a string, which the class itself checks.
+    Arguments in `given` come from code and are no keys. Keys in `or_auto` are a number or the word auto. A Literal
+    becomes a string, which the class itself checks.
     """
     keys = [
         (

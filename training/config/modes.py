@@ -1,7 +1,7 @@
-"""The folder conf/, and the offload modes in it: every file of conf/offload is one, by the class that it names.
+"""The folder conf/, and the offload modes in it: every file of conf/offload is a mode, and names its class.
 
-Those of the package `peers` are other systems, to compare with. The knobs of a mode are the fields of its class, so a
-new one is a file in offload/modes and one in conf/offload: help, benchmarks, sweeps and docs/modes.md find it here.
+Classes of the package `peers` are other systems, to compare with. The knobs of a mode are the fields of its class. So a
+new mode is a file in offload/modes and one in conf/offload; help, benchmarks, sweeps and docs/modes.md find it here.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,11 @@ PEERS = "peers."
 
 @dataclass(frozen=True)
 class ModeOption:
-    """An option of `offload`, with the comment that begins its file, and its class (None: that of another option)."""
+    """An option of the group `offload`: its name, and what its file says.
+
+    `description` is the comment at the top of the file. `target` is the path of the mode's class; None if the file
+    takes it from another option.
+    """
 
     name: str
     description: str

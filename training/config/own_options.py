@@ -18,7 +18,7 @@ from training.config.schema import SCHEMAS
 from training.errors import UserError, first_line
 
 GROUPS = ("model", "dataset", "task")
-# Arguments that the program gives (`training.data.datasets`).
+# Arguments of datasets that are no keys, because the program gives them (`training.data.datasets`).
 GIVEN = frozenset({"seed", "batch_size", "seq_len", "cache_dir"})
 
 

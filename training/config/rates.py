@@ -37,7 +37,10 @@ RECOMPUTE_FROM = 500e6
 
 
 class Choice(str):
-    """A value that nobody gave, and why, as a line; `value` and `brief` (the reason in a word) are for short plans."""
+    """A line with a value that was chosen for the user, and the reason.
+
+    `value` and `brief`, the reason in a word, are for short plans.
+    """
 
     value: str
     brief: str
@@ -50,7 +53,11 @@ class Choice(str):
 
 
 def suit(config: DictConfig, parameters: int, *, is_text: bool, positions: int | None) -> dict[str, str]:
-    """Writes the values that are `auto` into `config`, and returns the reasons by key; a small model needs none."""
+    """Replaces rates, warm-up and seq_len that are `auto` in `config`, and returns a Choice for each such key.
+
+    `parameters` is the model's number of parameters, `positions` its most tokens in a sequence (None: any). For a small
+    model that begins from the seed nothing is returned.
+    """
     loaded, adapter, small = config.model.weights is not None, has_adapter(config), parameters < SMALL
     kind = "text" if is_text else "images"
     task = str(config.task._target_).rpartition(".")[2]

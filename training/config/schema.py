@@ -2,8 +2,8 @@
 
 YAML under conf/ has the values; the dataclasses here have the possible values. Hydra merges every option into its
 dataclass, so that an unknown key, a wrong type or a wrong choice is refused while composing, in overlays too.
-`validation` checks what types cannot express. The dataclasses of modes, tasks and optimizers are made of the arguments
-of their classes (`declare.schema_of`).
+`validation` checks what types cannot express. The dataclasses of modes, tasks and optimizers are made from the
+arguments of their classes (`declare.schema_of`).
 """
 
 from dataclasses import dataclass, field, make_dataclass
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Precision(StrEnum):
-    """bf16: bfloat16, float32 masters in the optimizer; fp32: all in float32; auto: bf16 on a GPU that has it."""
+    """bf16: bfloat16, with float32 masters in the optimizer; fp32: all float32; auto: bf16 if the GPU supports it."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -142,7 +142,10 @@ class Tracking:
 
 
 class Homes(StrEnum):
-    """own: each rank has all; shared: a host's ranks have one of what streams; auto: shared where hosts are alike."""
+    """Where the weights that stream live in host memory.
+
+    own: each rank has all of them; shared: the ranks of a host have them once; auto: shared if that is possible.
+    """
 
     auto = "auto"
     own = "own"
@@ -151,7 +154,7 @@ class Homes(StrEnum):
 
 @dataclass
 class Parallel:
-    """A run on several devices: who has the homes, over how many hosts ranks are spread, when one counts as hung."""
+    """A run on several devices: if ranks share homes, the number of hosts, and when a silent rank counts as hung."""
 
     homes: Homes = MISSING
     hosts: int = number(at_least=1, at_most=64)
@@ -160,7 +163,10 @@ class Parallel:
 
 @dataclass
 class Checkpointing:
-    """When a run saves itself: `on_signal` null means if `every` is set or after a minute; `best` after evaluations."""
+    """When a run saves itself; it keeps the newest `keep` checkpoints, and the best one by the metric `best`.
+
+    `on_signal` null: on a signal if `every` is set, or after a minute of training.
+    """
 
     every: int | None = number(at_least=1)
     keep: int = number(at_least=1)

@@ -48,10 +48,11 @@ HERE = {
 
 
 def unknown_key(key: str, known: Iterable[str] | Mapping[str, Any]) -> str:
-    """Returns one line about a key that does not exist: what was probably meant, and those that exist beside it.
+    """Returns one line about a key that does not exist: which key was probably meant, and which keys exist there.
 
-    `known` are the names beside it, or a node, of which keys further down are looked at. A name of another program has
-    what to write here; options of the group that have the key are named.
+    `known` are the names of the keys that exist there, or the node that has them, in which deeper keys are searched
+    too. For a name that another program uses, the line says what to write here. It names options of the group with the
+    key.
     """
     parent, _, name = key.rpartition(".")
     if name in HERE:

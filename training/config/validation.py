@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def check(config: DictConfig) -> None:
-    """Raises UserError for mistakes that types cannot find, before anything is built. Modes check their own keys."""
+    """Raises UserError for mistakes that types cannot find, before anything is built. Modes check their own knobs."""
     try:
         OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -74,7 +74,7 @@ def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictC
 
 
 def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str, type]) -> None:
-    """Refuses what is no option or names another class: so nothing in a configuration can name code to be called."""
+    """Raises UserError for what is no option or has another class than its option: configurations must not run code."""
     choose = f"choose an option with {key if key == name else f'offload@{key}'}=OPTION; --help lists them"
     node = None if OmegaConf.is_missing(parent, name) else parent.get(name)
     schema = OmegaConf.get_type(node) if OmegaConf.is_dict(node) else None
@@ -176,7 +176,7 @@ def _check_llama(model: DictConfig) -> None:
 
 
 def warn_of_keys_without_effect(config: DictConfig, given: Collection[str]) -> None:
-    """Warns of each `given` key that does nothing; not refused, because a sweep may turn off what it belongs to."""
+    """Warns of each `given` key without effect. No error: one job of a sweep may turn off what the key belongs to."""
     for key, (switch, off, value) in TURNED_ON_BY.items():
         if key in given and OmegaConf.select(config, switch) == off:
             logger.warning("%s has no effect without %s=%s", key, switch, value)
