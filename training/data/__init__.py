@@ -1,4 +1,5 @@
-"""Datasets: text to tokens to batches that depend on the step's number alone. Read `datasets` first, then `packing`.
+"""Datasets: batches that depend on the number of the step alone.
 
-Of images, `examples` first, then `glyphs`; `images` reads a folder, `image_column` streams a dataset.
+For text read `datasets` first, then `packing`. For images read `examples`, then `glyphs`; `images` reads a folder,
+`image_column` streams a dataset of the Hub.
 """

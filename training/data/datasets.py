@@ -130,7 +130,7 @@ class HubText(HubStream):
 
     def eval_batches(self, count: int) -> list[torch.Tensor]:
         """Returns up to `count` batches of held-out text: int64 [rows, seq_len + 1] on the CPU. Raises as `batch`."""
-        # One by one: more than needed would be read to fill a group.
+        # Document by document: `tokenise` would read more than is needed, to fill a group of documents.
         arrays = (array for document in self._held_out() for array in tokenise([document], self._tokenizer))
         wanted = count * self._batch_size * self._seq_len + 1
         tokens = concatenate(limit_tokens(arrays, wanted), self.vocab_size)
@@ -143,7 +143,7 @@ class HubText(HubStream):
         return limit_tokens(tokenise(self._epoch(number), self._tokenizer), self._max_tokens)
 
     def _parts_of_batches(self, stream: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yields the tokens of each batch; the last label of one is the first input of the next."""
+        """Yields the tokens of each batch; the last token of a batch, a label, is the first of the next, an input."""
         size = self._batch_size * self._seq_len
         arrays, count = [], 0
         for array in stream:
@@ -168,7 +168,11 @@ class HubText(HubStream):
 
 
 def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
-    """Makes the dataset of `config`; its cache goes under `run_dir`. Random tokens and conditions fit `model`."""
+    """Makes the dataset of `config`; the cache of one from the Hub goes under `run_dir`.
+
+    Random tokens have the vocabulary of `model`. Raises UserError as the dataset's class does, and for a model without
+    a vocabulary.
+    """
     made = get_class(config.dataset._target_)
     sizes = {"seed": config.seed, "batch_size": config.batch_size}
     if not hasattr(made, "meta_batch"):
@@ -186,10 +190,10 @@ def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
 
 
 def has_facts(config: DictConfig) -> bool:
-    """Tells whether the dataset of `config` has something to say of its data, for which a plan reads them."""
+    """Tells whether the dataset of `config` has `facts` about its data; a plan reads the data to show them."""
     return hasattr(get_class(config.dataset._target_), "facts")
 
 
 def facts_of(dataset: object) -> Mapping[str, str]:
-    """Returns what a dataset has to say of its data, by label; nothing where it has no `facts`."""
+    """Returns the facts of a dataset about its data, by label, such as the number of pictures; {} if it has none."""
     return dataset.facts() if hasattr(dataset, "facts") else {}

@@ -16,8 +16,9 @@ EVALUATION = 1
 class NumberedExamples(ABC):
     """Batches of examples with the numbers 0 to `count` - 1. Each epoch has them in a new order, which `seed` decides.
 
-    No batch has the last `eval_share` of the numbers, which are held out; an epoch has `num_blocks`. A subclass makes
-    the tensors of given numbers. Raises UserError if there is no example, or `eval_share` is not from 0 to 0.5.
+    The last `eval_share` of the numbers are held out: no batch has them. An epoch has the other `num_blocks` examples.
+    A subclass makes the tensors of given numbers. Raises UserError if there is no example, or `eval_share` is not from
+    0 to 0.5.
     """
 
     def __init__(self, count: int, *, seed: int, batch_size: int, eval_share: float = 0.0):
@@ -29,7 +30,10 @@ class NumberedExamples(ABC):
 
     @abstractmethod
     def examples(self, numbers: Sequence[int], epochs: Sequence[int]) -> dict[str, Tensor]:
-        """Returns the tensors of these examples on the CPU: a pure function of numbers and epochs (held out: -1)."""
+        """Returns the tensors of these examples on the CPU: a pure function of their numbers and epochs.
+
+        `epochs` has the epoch of each example, -1 for one that is held out.
+        """
 
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU. Earlier calls do not change it."""

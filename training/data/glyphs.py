@@ -35,9 +35,9 @@ LARGEST = 256
 class Glyphs(NumberedExamples):
     """Characters in the fonts that matplotlib ships, each centred and then varied in size, place and rotation.
 
-    Example k is the same for every seed, which decides the order alone. A batch has `images`, float32
-    [B, 1, size, size] from -1 (paper) to 1 (ink), and with labels `labels`, int64 [B], the places in `characters`, of
-    which there are `num_classes`. conf/dataset/glyphs.yaml explains the keys.
+    Example k is the same for every seed; the seed decides the order alone. A batch has `images`, float32
+    [B, 1, size, size] from -1 (paper) to 1 (ink), and with labels `labels`, int64 [B], the places of the letters in
+    `characters`. `num_classes` is the number of characters. conf/dataset/glyphs.yaml explains the keys.
 
     Raises UserError if a value is out of range, or a font cannot draw a character.
     """

@@ -46,7 +46,10 @@ class HubName(NamedTuple):
         return UserError(f"{self._given(key)}: that model has no {what}")
 
     def folder(self, key: str, patterns: list[str], **options: Any) -> Path:
-        """Returns the client's folder of matching files, downloaded if need be. Raises UserError if that fails."""
+        """Returns the folder in the client's cache with the files that match `patterns`, downloaded if need be.
+
+        `key` was given the name. Raises UserError if the download fails.
+        """
         # The client's errors have no common base class.
         with as_user_error(f"{key}={self}: the download failed (", Exception, after=f"); {self.by_hand(key)}"):
             return self._snapshot(patterns, **options)
@@ -79,8 +82,9 @@ def ask_for_dataset(name: str, revision: str | None, otherwise: str) -> None:
 def ask_hub(request: Callable[..., Any], name: str, given: str, kind: str, otherwise: str) -> Any:
     """Calls `request(name, timeout=...)` of the Hub's client and returns its answer.
 
-    A message begins with `given`, the key with its value; `kind` is that of `name`, such as dataset; `otherwise` is
-    what to do without the Hub. Raises UserError without network, such a repository or revision, or permission.
+    A message begins with `given`, the key with its value. `kind` is what `name` names, such as a dataset. `otherwise`
+    is what to do without the Hub. Raises UserError without a network, if the repository or revision does not exist, or
+    if the user has no permission.
     """
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -24,13 +24,14 @@ class HubStream(ABC):
     another. A jump forward reads and drops what is in between; a jump back starts again from the first row. So
     resuming a long run reads its data once more. The batches are the same either way.
 
-    A split of its own (`eval_split`) is held out, or the examples whose hash is in the first `eval_share` of all
-    hashes: no epoch has them, whatever the order in which it reads, nor another row with the same content.
+    Held out is a split of its own (`eval_split`), or the examples whose hash is in the first `eval_share` of all
+    possible hashes. So no epoch has a held-out example, or another row with the same content, in whatever order it
+    reads.
 
     `columns` are those that are read, {key: column that it names}. conf/dataset/hub.yaml explains the other keys.
 
-    Raises UserError, within seconds, if there is no network or no such dataset, configuration, split or column, and
-    later, if an example cannot be used, or the network fails for longer than the retries of `datasets` last.
+    Raises UserError within seconds if there is no network or no such dataset, configuration, split or column; and while
+    it reads, if an example cannot be used, or the network fails for longer than the retries of `datasets` last.
     """
 
     num_blocks = None

@@ -15,11 +15,11 @@ from training.errors import UserError
 
 
 class ImageColumn(HubStream):
-    """Streams pictures and labels, as `HubStream` does. At the end of an epoch of parquet files `datasets` waits for
-    five seconds.
+    """Streams pictures and labels, as `HubStream` does.
 
     Batches are as in `training.data.images.ImageFolder`: `images`, float32 [B, 3, size, size] from -1 to 1, and
-    `labels`, int64 [B]. A picture's short side becomes `size`. conf/dataset/hub_images.yaml explains the keys.
+    `labels`, int64 [B]. A picture's short side becomes `size`. conf/dataset/hub_images.yaml explains the keys. At the
+    end of an epoch of parquet files `datasets` waits for five seconds.
     """
 
     otherwise = "or train on a local folder with dataset=images dataset.folder=PATH"
@@ -52,11 +52,11 @@ class ImageColumn(HubStream):
         return meta_images(rows, 3, size, size, labels=label_column is not None)
 
     def batch(self, index: int) -> dict[str, Tensor]:
-        """Returns batch `index` >= 0 on the CPU. Raises UserError if a row cannot be used, or there are none."""
+        """Returns batch `index` >= 0 on the CPU. Raises UserError if a row cannot be used, or there are no rows."""
         return self._batch_of(self._part_of(index))
 
     def eval_batches(self, count: int) -> list[dict[str, Tensor]]:
-        """Returns up to `count` batches of what is held out, as it is stored; perhaps none. Raises as `batch`."""
+        """Returns up to `count` batches of held-out pictures, in stored order, cut in the middle. Raises as `batch`."""
         examples = [(row, None) for row in islice(self._held_out(), count * self._batch_size)]
         return [
             self._batch_of(examples[start : start + self._batch_size])

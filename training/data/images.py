@@ -23,12 +23,13 @@ HELD_OUT = 0x68656C64
 class ImageFolder(NumberedExamples):
     """Pictures in a folder: one folder for each class, or without labels in any folders.
 
-    A batch has `images`, float32 [B, 3, size, size] from -1 to 1, and with labels `labels`, int64 [B], the places of
-    the class folders, `num_classes`, in the order of their names. A picture is read when it is needed; its short side
-    becomes `size`. Hidden files and folders are left out, and files without an extension of pictures; links are
-    followed. conf/dataset/images.yaml explains the keys.
+    A batch has `images`, float32 [B, 3, size, size] from -1 to 1, and with labels `labels`, int64 [B]: the number of
+    the class folder in the order of names, below `num_classes`. A picture is read when it is needed; its short side
+    becomes `size`. Hidden files and folders, and files that do not have the extension of a picture, are left out; links
+    are followed. conf/dataset/images.yaml explains the keys.
 
-    Raises UserError if there are no pictures, or not as `labels` says; in `batch` if one cannot be used.
+    Raises UserError if there are no pictures, or the folders do not fit `labels`; in `batch` if a picture cannot be
+    used.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ImageFolder(NumberedExamples):
         return digest.hexdigest()
 
     def examples(self, numbers: Sequence[int], epochs: Sequence[int]) -> dict[str, Tensor]:
-        """Returns `images` and `labels`, functions of seed, picture and epoch. Raises UserError for a bad picture."""
+        """Returns `images` and `labels`, by seed, picture and epoch alone. Raises UserError for a damaged picture."""
         files = [self._files[self._order[number]] for number in numbers]
         squares = [
             self._square.of(decoded(path, str(path), self._ground), None if epoch < 0 else (self._seed, number, epoch))
@@ -109,7 +110,10 @@ def _folders_in(root: Path) -> set[str]:
 
 
 def files_below(root: Path, endings: tuple[str, ...] = EXTENSIONS) -> list[str]:
-    """Returns the files below `root` with these endings, sorted, relative, without hidden ones. Raises UserError."""
+    """Returns the paths, relative to `root`, of the files below it with these endings, sorted, without hidden ones.
+
+    Raises UserError for a folder that cannot be read.
+    """
     found = []
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_unreadable):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and not _leads_back(folder, name)]

@@ -25,22 +25,22 @@ KEY = "dataset.tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-# What published models have beside tokenizer.json.
+# The other files of a tokenizer in the folders of published models.
 BESIDE = (
     CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
-# Templates of chats for other uses have files in a folder of their own.
+# The folder with a model's further chat templates, such as one for retrieval.
 TEMPLATES = "additional_chat_templates"
 # transformers chooses the class of a tokenizer by the model's type, which is in config.json.
 PATTERNS = [TOKENIZER_FILE, *BESIDE, f"{TEMPLATES}/*.jinja", "config.json"]
-# One of these makes a tokenizer; the others belong to it.
+# A folder with one of these files has a tokenizer; the other files alone make none.
 MAKING = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 # In this order: Llama 3; GPT-2 and Qwen; Llama 2 and Mistral; Gemma; DeepSeek; two that are common elsewhere.
 END_OF_TEXT_NAMES = (
     "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|eos|>", "[EOS]",
 )  # fmt: skip
-# A text that every tokenizer has tokens for, to see what is put around it.
+# A text that every tokenizer can encode, to find the special tokens that the post-processor puts around a text.
 TEXT = "a"
 ADVICE = (
     f"give a {TOKENIZER_FILE}, a folder or a model of the Hub with one, or, for a model from the seed, null for bytes"
@@ -50,12 +50,13 @@ ADVICE = (
 class LibraryTokenizer:
     """A tokenizer of the library tokenizers, whose truncation, padding and BPE dropout are switched off.
 
-    The first of END_OF_TEXT_NAMES that it has ends a text, or what its post-processor puts there, unless `end_of_text`
-    names another. `begin` and `end` are the ids that the post-processor puts around a document, or the end of text;
-    `stops` end a generated text. `pretrained` is transformers' tokenizer with the same ids; where None is given, one is
-    made with the texts of `special` tokens by name and the `template` of chats.
+    The token that ends a text is `end_of_text` if given, else the first of END_OF_TEXT_NAMES in the vocabulary, else
+    the last token that the post-processor puts behind a text. `begin` and `end` are the ids that the post-processor
+    puts around a document; where it puts none behind it, `end` is the id that ends a text. `stops` are the ids that end
+    a generated text. `pretrained` is transformers' tokenizer with the same ids; if None is given, one is made with
+    `special`, the texts of special tokens by name, and `template`, the chat template.
 
-    Raises UserError if it has no token that ends a text; later if a text cannot be encoded.
+    Raises UserError if no token ends a text; later if a text cannot be encoded.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ def refusing(before: str, advice: str = ADVICE) -> Iterator[None]:
 
 
 def of_file(given: str, path: Path) -> LibraryTokenizer:
-    """Reads a file of the library tokenizers, and tokenizer_config.json beside it. Raises UserError for others."""
+    """Reads a tokenizer.json, and what tokenizer_config.json beside it says. Raises UserError for another file."""
     from tokenizers import Tokenizer
 
     with refusing(f"{KEY}={given}: not a Hugging Face tokenizers JSON file"):
@@ -166,7 +167,10 @@ def of_file(given: str, path: Path) -> LibraryTokenizer:
 
 
 def of_folder(given: str, folder: Path) -> LibraryTokenizer:
-    """Reads a folder's tokenizer as AutoTokenizer does, without foreign code. Raises UserError for no fast one."""
+    """Reads the tokenizer in a folder as AutoTokenizer does, without code from the folder.
+
+    Raises UserError for a folder without a tokenizer, or whose tokenizer is not of the library tokenizers.
+    """
     if not has_tokenizer(folder):
         raise UserError(f"{KEY}={given}: the folder has no {TOKENIZER_FILE}: {ADVICE}")
     from transformers import AutoTokenizer
@@ -199,20 +203,23 @@ def values_of(folder: Path) -> dict[str, Any]:
 
 
 def token_in(values: dict[str, Any], name: str) -> str | None:
-    """Returns the text of a special token in `values_of`: it is a string, or a mapping with its content."""
+    """Returns the text of the special token `name` in tokenizer_config.json's values: a string, or {"content": it}."""
     token = values.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def cached_folder(hub: HubName) -> Path | None:
-    """Returns the folder in the Hub client's cache that has the tokenizer of a model, None if it is not there."""
+    """Returns the folder in the Hub client's cache with the tokenizer of a model; None if the cache has none."""
     folder = hub.cached_folder(PATTERNS)
     return folder if folder is not None and has_tokenizer(folder) else None
 
 
 def fetched_folder(hub: HubName) -> Path:
-    """Returns the folder of the tokenizer of a model on the Hub, downloaded if need be. Raises UserError for none."""
+    """Returns the local folder with the tokenizer of a model on the Hub, downloaded if need be.
+
+    Raises UserError for a model without a tokenizer, and if the download fails.
+    """
     if (folder := cached_folder(hub)) is not None:
         return folder
     from training.metrics.progress import phase

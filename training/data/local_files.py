@@ -67,7 +67,10 @@ def _matching_files(pattern: str, key: str, extensions: Sequence[str]) -> list[P
 
 
 def read_files(files: Sequence[Path], text_column: str, key: str = "dataset.files") -> Pieces:
-    """Yields documents: a .txt file, or a row with a text. Raises UserError, naming `key`, for unreadable ones."""
+    """Yields documents in pieces; a .txt file is a document, in other files each row with a text is one.
+
+    Raises UserError, which names `key`, for a file that cannot be read.
+    """
     return read_each(files, key, lambda file: READERS[file.suffix.lower()](file, text_column))
 
 
@@ -132,7 +135,10 @@ def _row(value: Any, where: str) -> dict[str, Any]:
 
 
 def json_rows(file: Path, of_object: Callable[[dict[str, Any]], list[Any]]) -> Rows:
-    """Yields the rows of a .json file: a list, an object a line, or one that `of_object` lists. Raises ValueError."""
+    """Yields the rows of a .json file: a list of objects, an object a line, or one object whose rows `of_object` lists.
+
+    Raises ValueError for another file, or one of more than LONGEST_JSON_BYTES.
+    """
     nbytes = file.stat().st_size
     if nbytes > LONGEST_JSON_BYTES:
         limit = f"{LONGEST_JSON_BYTES >> 20} MiB"
@@ -221,7 +227,7 @@ def import_datasets() -> ModuleType:
     """Imports the `datasets` library (0.6 s) with progress bars, duplicate logs and download counts off."""
     import datasets
 
-    # Otherwise every load_dataset, even of a local file, sends a request to a server that counts downloads.
+    # By default each load_dataset, even of a local file, sends a request to a server that counts downloads.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.disable_progress_bars()
     # Its file readers log the errors that they also raise.
@@ -271,7 +277,7 @@ def check_column(column: str, columns: Iterable[str], source: str, key: str = "t
 
 
 def is_text(value: Any, text_column: str, source: str) -> bool:
-    """Tells whether a value is a text that is not empty; null is none. Raises UserError for numbers, dates, lists."""
+    """Tells whether a value is a text that is not empty; null counts as empty. Raises UserError for another type."""
     if value is not None and not isinstance(value, str):
         raise UserError(
             f"dataset.text_column={text_column}: contains {type(value).__name__}, not text, in {source}; "

@@ -22,11 +22,12 @@ CHARACTERS_PER_CALL = 1 << 20
 class PackedTokens:
     """Makes batches from a corpus in memory. Each epoch has its `num_blocks` blocks in a new order, by `seed`.
 
-    No batch has the last `eval_share` of the tokens, or `held_out` ones; fewer than one block are not held out.
-
     Args:
         tokens: the corpus, 1-D, any unsigned integer dtype, all below `vocab_size`.
-        seq_len: predictions in a sequence, of which a batch has `batch_size`.
+        seq_len: the number of predictions in a sequence; a block has one token more.
+        batch_size: the number of sequences in a batch.
+        eval_share: the last part of the tokens is held out: no batch has it. Less than one block is not held out.
+        held_out: the tokens to hold out if they are not in the corpus; then `eval_share` has no effect.
 
     Raises UserError if the corpus is shorter than one block.
     """
@@ -67,19 +68,19 @@ class PackedTokens:
         return blocks_of(self._tokens, rows, self._seq_len)
 
     def eval_batches(self, count: int) -> list[torch.Tensor]:
-        """Returns `count` batches of held-out tokens (`spread_batches`): int64 [batch_size, seq_len + 1]; or none."""
+        """Returns up to `count` batches of held-out tokens, spread evenly: int64 [rows, seq_len + 1] on the CPU."""
         available = max((len(self._held_out) - 1) // self._seq_len, 0)
         batches = spread_batches(count, self._batch_size, available)
         return [blocks_of(self._held_out, batch, self._seq_len) for batch in batches]
 
 
 def places_of_batch(index: int, batch_size: int, num_blocks: int) -> list[tuple[int, int]]:
-    """Returns for each row of a batch its epoch, which may change within it, and its place in the epoch's order."""
+    """Returns for each row of a batch (its epoch, its place in the order of the epoch); a batch may span two epochs."""
     return [divmod(place, num_blocks) for place in range(index * batch_size, (index + 1) * batch_size)]
 
 
 def spread_batches(count: int, batch_size: int, available: int) -> list[list[int]]:
-    """Returns `count` batches of numbers below `available`, spread evenly, each once; fewer where there are too few."""
+    """Returns up to `count` batches of numbers from 0 to `available` - 1, spread evenly; no number is there twice."""
     wanted = min(count * batch_size, available)
     numbers = [place * available // wanted for place in range(wanted)]
     return [numbers[start : start + batch_size] for start in range(0, wanted, batch_size)]
@@ -93,7 +94,10 @@ def blocks_of(tokens: np.ndarray, numbers: Sequence[int], seq_len: int) -> torch
 
 @lru_cache(maxsize=2)
 def epoch_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns a permutation, int64 [num_blocks], by random words: numpy guarantees these, and not `permutation`."""
+    """Returns a random permutation, int64 [num_blocks], the order of an epoch.
+
+    It sorts random words, which are the same in all releases of numpy; numpy does not promise that of `permutation`.
+    """
     return np.argsort(random_words(num_blocks, seed, epoch), kind="stable")
 
 
@@ -104,7 +108,7 @@ def random_words(count: int, *key: int) -> np.ndarray:
 
 
 def tokenise(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields arrays of tokens for pairs (text, document_ends), pieces of documents, `begin` and `end` around each."""
+    """Yields the tokens of pieces (text, document_ends), with the tokenizer's `begin` and `end` around documents."""
     dtype = token_dtype(tokenizer.vocab_size)
     begin, end = (np.array(ids, dtype=dtype) for ids in (tokenizer.begin, tokenizer.end))
     begins = True
@@ -135,7 +139,7 @@ def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], li
 
 
 def limit_tokens(arrays: Iterable[np.ndarray], max_tokens: int | None) -> Iterator[np.ndarray]:
-    """Yields the arrays up to `max_tokens` tokens (None: all), and reads no further. Raises UserError below 1."""
+    """Yields arrays up to `max_tokens` tokens (None: all), and reads no further. Raises UserError for fewer than 1."""
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"dataset.max_tokens={max_tokens}: must be at least 1, or null for all tokens")
     left = max_tokens

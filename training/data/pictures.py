@@ -45,11 +45,11 @@ def decoded_with_alpha(source: BinaryIO | bytes | Path, name: str, ground: str =
     """Decodes a picture, upright and with three channels of 8 bits: a Pillow image in mode RGB.
 
     A transparent picture is laid on `ground`, a colour by name or "#rrggbb": what a file holds below transparent pixels
-    is not part of the picture. Of an animation the first picture is taken. Of 16 bits in colour the upper 8 are.
+    is not part of the picture. Of an animation the first picture is taken, of colours with 16 bits the upper 8 bits.
 
     Returns the picture, and its alpha as an image in mode L, 0 where only the ground is seen; None if it has no alpha.
-    Raises UserError naming a picture that is damaged, none, larger than MAX_PIXELS or MAX_FILE_BYTES, or grey of more
-    than 8 bits.
+    Raises UserError with `name` for a file that is damaged, no picture, larger than MAX_PIXELS or MAX_FILE_BYTES, or a
+    grey picture of more than 8 bits.
     """
     from PIL import ImageOps
 
@@ -112,7 +112,8 @@ def opened_picture(source: BinaryIO | bytes | Path, name: str):
 class Square:
     """Resizes the short side of pictures to `size`, and cuts a square from each.
 
-    `crop` is random, by the variation, or centre; with `flip` every second is mirrored. Raises UserError for others.
+    `crop` is random or centre; with `flip` a picture is mirrored with probability 1/2. Raises UserError for another
+    `crop`, and a `size` that is not from 1 to 8192.
     """
 
     size: int = 64
@@ -126,7 +127,10 @@ class Square:
             raise UserError(f"dataset.crop={self.crop}: must be random or centre")
 
     def of(self, image, variation: tuple[int, ...] | None) -> np.ndarray:
-        """Returns the square of a Pillow image, uint8 [3, size, size], by `variation` alone; None takes the middle."""
+        """Returns a square of a Pillow image, uint8 [3, size, size].
+
+        Its place and mirroring are random by the integers `variation` alone; None takes the middle, not mirrored.
+        """
         size, (width, height) = self.size, image.size
         short = min(width, height)
         # At least `size`, which rounding might miss.
@@ -146,7 +150,10 @@ class Square:
 
 
 def cut(image, resized: tuple[int, int], left: int, top: int, size: tuple[int, int]):
-    """Returns the part of `size` [width, height] at `left`, `top` of a Pillow image `resized` by bicubic filter."""
+    """Resizes a Pillow image to `resized`, (width, height), by a bicubic filter, and cuts out a part.
+
+    Returns the part of `size`, (width, height), whose upper left corner is at `left`, `top`; all in pixels.
+    """
     from PIL import Image
 
     right, below = left + size[0], top + size[1]

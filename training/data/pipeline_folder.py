@@ -15,8 +15,9 @@ KEY = "model.source"
 def pipeline_folder(given: str) -> Path:
     """Returns the folder of the pipeline that `model.source` names: a folder, OWNER/NAME or OWNER/NAME@REVISION.
 
-    Diffusers downloads what a pipeline of the Hub needs, unless all is in the client's cache. Another name is returned
-    as a path. Raises UserError for an unknown name, without network or permission, or safetensors.
+    Diffusers downloads what a pipeline of the Hub needs, unless all is in the client's cache. What is neither a folder
+    nor such a name is returned as a path. Raises UserError for a name that the Hub does not know, a model without
+    safetensors files, and without a network or permission.
     """
     path, hub = home_expanded(KEY, given), HubName.of(given)
     if path.exists() or hub is None:
@@ -37,7 +38,7 @@ def _cached(hub: HubName) -> Path | None:
 
 
 def _downloaded(hub: HubName) -> Path:
-    # It explains a name that the Hub does not know.
+    # Raises a UserError that explains a name which the Hub does not know.
     names = hub.files(KEY)
     if PIPELINE_FILE not in names:
         raise hub.lacks(KEY, f"{PIPELINE_FILE}: take model=diffusers, or a pipeline")
@@ -53,6 +54,6 @@ def _fetched(hub: HubName, **options: bool) -> Path:
     with without_remarks():
         from diffusers import DiffusionPipeline
 
-        # No file that is unpickled.
+        # Only safetensors: a pickled file may run code when it is loaded.
         options |= {"use_safetensors": True, "cache_dir": constants.HF_HUB_CACHE}
         return Path(DiffusionPipeline.download(hub.name, revision=hub.revision, **options))

@@ -13,12 +13,12 @@ IMAGES, LABELS = "images", "labels"
 
 
 class SyntheticImages(RandomBatches):
-    """Normally distributed random numbers, new ones in every batch. The loss means nothing.
+    """Normally distributed random numbers, new ones in every batch, to measure speed. The loss means nothing.
 
     A batch has `images`, float32 [B, *shape], with classes `labels`, int64 [B], and a tensor float32 [B, ...] for each
     of `condition`. conf/dataset/synthetic_images.yaml explains the keys.
 
-    Raises UserError if a shape has no numbers, or a name is taken.
+    Raises UserError if a side of a shape is below 1, or a condition is called `images` or `labels`.
     """
 
     def __init__(

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-# The token between documents, under GPT-2's name.
+# The name of the token between documents, as in GPT-2.
 END_OF_BYTES = "<|endoftext|>"
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 separates documents."""
+    """A tokenizer without a file: ids 0 to 255 are the bytes of UTF-8; id 256 separates documents."""
 
     vocab_size: ClassVar[int] = 257
     end_of_text_id: ClassVar[int] = 256
@@ -58,7 +58,7 @@ class ByteTokenizer:
         return bytes(number for number in ids if number != self.end_of_text_id).decode("utf-8", errors="replace")
 
     def id_of(self, token: str) -> int | None:
-        """Returns the id of a token that is written so, None if there is none: all but the end of text are bytes."""
+        """Returns the id of the special token with the text `token`; None for every text but <|endoftext|>."""
         return self.end_of_text_id if token == END_OF_BYTES else None
 
     @property
@@ -68,17 +68,20 @@ class ByteTokenizer:
 
     @cached_property
     def pretrained(self) -> PreTrainedTokenizerFast:
-        """One of transformers with the same ids, without a template of chats."""
+        """A tokenizer of transformers with the same ids, without a chat template."""
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast(tokenizer_object=library_bytes(), eos_token=END_OF_BYTES)
 
 
 def library_bytes() -> tokenizers.Tokenizer:
-    """Makes the tokenizer of bytes as a library's: the alphabet of GPT-2's bytes (Radford et al. 2019), no merges."""
+    """Makes a tokenizer of the library tokenizers with the ids of ByteTokenizer.
+
+    It is GPT-2's byte-level BPE without merges (Radford et al. 2019).
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # Each byte is the printable character that stands for it; those that are none follow the others.
+    # In GPT-2 a byte that is a printable character stands for itself; the others are the characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -95,10 +98,10 @@ Tokenizer = ByteTokenizer | LibraryTokenizer
 def load_tokenizer(given: str | Path | None, begin: str | None = AUTO, end: str | None = AUTO) -> Tokenizer:
     """Returns the tokenizer that dataset.tokenizer names.
 
-    None is that of bytes. Else it is a JSON file of the library tokenizers, a model's folder, or OWNER/NAME or
-    OWNER/NAME@REVISION on the Hub. `begin` and `end` are the tokens around each document; auto: as the tokenizer says,
-    and at the end its end of text, where it says nothing; None: none. Raises UserError if there is none, or no such
-    token.
+    None names the tokenizer of bytes; other names are a JSON file of the library tokenizers, a model's folder, or
+    OWNER/NAME or OWNER/NAME@REVISION on the Hub. `begin` and `end` are the tokens around each document. None: no token;
+    auto: those that the tokenizer itself puts there, and if it puts none at the end, its end of text. Raises UserError
+    if the tokenizer or one of the tokens does not exist.
     """
     tokenizer = _loaded(given)
     for name, token in (("begin", begin), ("end", end)):
@@ -109,7 +112,10 @@ def load_tokenizer(given: str | Path | None, begin: str | None = AUTO, end: str 
 
 
 def folder_of_tokenizer(given: str | Path) -> Path:
-    """Returns the file or folder that `dataset.tokenizer` names, downloaded if need be. Raises UserError for none."""
+    """Returns the file or folder that `dataset.tokenizer` names, downloaded if need be.
+
+    Raises UserError if it does not exist, or the download fails.
+    """
     path = home_expanded(KEY, given)
     if path.exists():
         return path
@@ -136,11 +142,12 @@ def _id_of(tokenizer: Tokenizer, given: str | Path | None, name: str, token: str
 
 
 def tokenizer_files(given: str | None, longest: int) -> dict[str, bytes]:
-    """Returns the files of the tokenizer that `given` names, or of that of bytes for None, by name.
+    """Returns the contents of the files of the tokenizer that `given` names, by file name.
 
-    Those of a folder, and those beside a tokenizer.json, such as a template of chats, are taken as they are. A missing
-    tokenizer_config.json is made, for sequences of `longest` tokens. Bytes become a tokenizer of transformers with the
-    same ids, in which <|endoftext|> is the token between documents. Raises UserError if one cannot be read.
+    Files in the tokenizer's folder, or beside its tokenizer.json, such as a chat template, are returned as they are. A
+    missing tokenizer_config.json is made, for sequences of `longest` tokens. None, the tokenizer of bytes, becomes a
+    tokenizer of transformers with the same ids, in which <|endoftext|> is the token between documents. Raises UserError
+    if a file cannot be read.
     """
     tokenizer = load_tokenizer(given)
     if given is None:

@@ -19,7 +19,10 @@ OTHER_ROWS = ("metadata.csv", "metadata.parquet")
 
 
 def captions_below(root: Path, pictures: Sequence[str]) -> list[str]:
-    """Returns the captions of pictures, paths relative to `root`. Raises UserError for one with none or two."""
+    """Returns the caption of each of `pictures`, which are paths relative to `root`.
+
+    Raises UserError for a picture with no caption or two, and a file of captions that cannot be read.
+    """
     if others := [name for name in files_below(root, OTHER_ROWS) if posixpath.basename(name) in OTHER_ROWS]:
         raise UserError(f"dataset.folder={root}: {others[0]} is not read: write its rows to {ROWS}, an object a line")
     found: dict[str, tuple[str, str]] = {}

@@ -50,7 +50,7 @@ def pictures_in_columns(
     """Yields the pictures of a dataset with their captions, row by row; conf/dataset/captioned.yaml explains the keys.
 
     The library `datasets` keeps a dataset of the Hub in its own cache, and takes it from there without a network.
-    Raises UserError for a dataset, a configuration, a split or a column that is not there, and for other values.
+    Raises UserError for a dataset, configuration, split or column that does not exist, and for a row without a caption.
     """
     datasets = import_datasets()
     rows = _loaded(name, config_name, split, revision)
@@ -71,7 +71,8 @@ def pictures_in_columns(
 
 
 def _loaded(name: str, config_name: str | None, split: str, revision: str | None) -> Any:
-    datasets, path, refusal = import_datasets(), home_expanded("dataset.name", name), None
+    datasets, path = import_datasets(), home_expanded("dataset.name", name)
+    refusal: UserError | None = None
     try:
         if not path.exists():
             ask_for_dataset(name, revision, "or give dataset.folder=DIR")

@@ -36,7 +36,8 @@ from training.errors import UserError, as_user_error
 
 LATENTS, MASK, IMAGES = "latents", "mask", "images"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# In the keys of random numbers: held-out pictures, what is drawn for a batch, orders in a bucket and of buckets.
+# Parts of the keys of random numbers: which pictures are held out, what is drawn for a batch, the order within a bucket
+# and the order of an epoch's batches.
 HELD_OUT, DRAWN = 0x68656C64, 0x647261776E
 WITHIN, ACROSS = 0x6275636B, 0x73746570
 
@@ -72,10 +73,11 @@ class Missing:
 class Captioned:
     """Pictures with captions, for a model with its pipeline (model=pipeline): in folders, or in columns of a dataset.
 
-    The pictures of a batch have one size, that of a bucket: of about `size` x `size` pixels, with the picture's aspect
+    The pictures of a batch have the size of one bucket: about `size` x `size` pixels, with about the pictures' aspect
     ratio. A batch has `images`, the normalised latents, float32 [B, ...], drawn anew from the VAE's distribution for
-    each batch; the conditions with which the pipeline calls its network, each behind `asked.`; and with `masked`
-    `loss_mask`, float32 [B, height, width] of the latents, from 0 to 1. conf/dataset/captioned.yaml explains the keys.
+    each batch; under names that begin with `asked.` the conditions with which the pipeline calls its network; and with
+    `masked` the weights of the loss, `loss_mask`, float32 [B, height, width] of the latents, from 0 to 1.
+    conf/dataset/captioned.yaml explains the keys.
 
     Raises UserError if there are no pictures, or one cannot be used.
     """
@@ -147,7 +149,7 @@ class Captioned:
         masked: bool = False,
         **_others: object,
     ) -> dict[str, Tensor]:
-        """Returns a batch of the largest pictures that are encoded, on the meta device. Raises UserError before any."""
+        """Returns a batch of the largest encoded pictures, on the meta device. Raises UserError if none is encoded."""
         sizes = bucket_sizes(size, multiple)
         sizes += [(frames, *each) for each in sizes]
         calls = [call for call in encoded_by(pipeline, precision).calls() if call.size in sizes]
@@ -296,16 +298,16 @@ def _caption_key(asked: Asked) -> str:
 
 
 class BucketBatches:
-    """Batches of pictures of one size, in a new order in each epoch, which shows each picture `repeats` times.
+    """Batches of pictures of one size. An epoch shows each picture `repeats` times, in a new order.
 
-    Where the last batch of a bucket is not full, pictures that the epoch showed first are shown once more.
-    `batch_size` counts those of all ranks together; `seed` decides the order.
+    The last batch of a bucket is filled up with the first pictures of the bucket in this epoch. `batch_size` counts the
+    pictures of all ranks together; `seed` decides the order.
     """
 
     def __init__(self, pictures: Sequence[CaptionedPicture], batch_size: int, seed: int):
         self._batch_size, self._seed = batch_size, seed
         self._buckets: dict[tuple[int, int], list[int]] = {}
-        # Sorted: the order of a bucket does not depend on which bucket's picture comes first.
+        # Sorted, so that the order of the buckets does not depend on the order of the pictures.
         for size in sorted({picture.size for picture in pictures}):
             self._buckets[size] = [
                 number
@@ -313,7 +315,7 @@ class BucketBatches:
                 if picture.size == size
                 for _ in range(picture.repeats)
             ]
-        # A step and the one before it may be of two epochs.
+        # Two: a step and the step before it may be in different epochs.
         self._batches_of = lru_cache(maxsize=2)(self._of_epoch)
 
     @property
@@ -321,7 +323,7 @@ class BucketBatches:
         return sum(-(-len(numbers) // self._batch_size) for numbers in self._buckets.values())
 
     def of_step(self, step: int) -> list[int]:
-        """Returns the places in `pictures` of the batch of step >= 0, one perhaps twice: a pure function."""
+        """Returns the batch of `step` >= 0 as indices of `pictures`, of which one may be there twice."""
         epoch, place = divmod(step, self.steps_per_epoch)
         return self._batches_of(epoch)[place]
 

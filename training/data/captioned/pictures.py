@@ -24,18 +24,20 @@ MASK = "-mask.png"
 # Pictures which not every Pillow decodes; to leave them out would train on a part of the folder in silence.
 OTHER_PICTURES = (".avif", ".heic", ".heif", ".jxl")
 LARGEST = 8192
-# Steps along the side of a bucket's square: 64 pixels at 1024. Finer ones would leave few pictures to a bucket.
+# The sides of buckets are multiples of size / STEPS: 64 pixels at size 1024. With more steps buckets would have few
+# pictures each.
 STEPS = 16
-# The name of a folder in the layout of kohya's scripts, such as 10_cat.
+# The name of a folder with its repeats, as kohya's scripts expect it, such as 10_cat.
 COUNTED = re.compile(r"\d+_")
 
 
 @dataclass(frozen=True)
 class CaptionedPicture:
-    """A picture in a folder, or in a column of a dataset; or a video in a folder. An epoch shows it `repeats` times.
+    """A picture in a folder or in a column of a dataset, or a video in a folder. An epoch shows it `repeats` times.
 
-    `size` is height and width of its bucket, in pixels, of a video behind its frames; `original_size` height and width
-    as found, upright; `mask_path` NAME-mask.png beside NAME.
+    `size` is (height, width) of its bucket in pixels, for a video (frames, height, width). `original_size` is
+    (height, width) of the upright picture before it is resized. `mask_path` is the file NAME-mask.png beside the
+    picture NAME, if there is one.
     """
 
     path: Path | ColumnPicture
@@ -48,9 +50,10 @@ class CaptionedPicture:
 
 @dataclass(frozen=True)
 class Cropped:
-    """A picture as a model gets it: float32 [3, H, W] from -1 to 1; of a video [3, frames, H, W].
+    """A picture that is resized and cut for the model.
 
-    `mask` is how much each pixel counts in the loss, float32 [1, H, W] from 0 to 1 (None: alike); `crop` of `crop_of`.
+    `pixels` are float32 [3, H, W] from -1 to 1, of a video [3, frames, H, W]. `mask` says how much each pixel counts in
+    the loss, float32 [1, H, W] from 0 to 1; None: all alike. `crop` is (top, left) of the cut, in pixels (`crop_of`).
     """
 
     pixels: Tensor
@@ -63,16 +66,20 @@ def find_pictures(
 ) -> list[CaptionedPicture]:
     """Returns the pictures and videos below `folders`, {folder: repeats}: folder by folder, sorted by path in each.
 
-    Reads captions and headers. `size` and `multiple` are those of `bucket_sizes`, `fps` of `videos.frames_of`, of which
-    `frames` are taken; None refuses videos. Raises UserError where there are no pictures, or shorter videos; for a
-    picture without a caption, one that cannot be used, or a mask of another size.
+    Reads captions and the headers of files. `size` and `multiple` are those of `bucket_sizes`, `fps` is that of
+    `videos.frames_of`; `frames` are taken of each video, None refuses videos. Raises UserError if there are no
+    pictures, a video has too few frames, a picture has no caption or cannot be used, or a mask has another size than
+    its picture.
     """
     sizes = bucket_sizes(size, multiple)
     return [each for folder, repeats in folders.items() for each in _in_folder(folder, repeats, sizes, frames, fps)]
 
 
 def in_buckets(found: Iterable[tuple[ColumnPicture, str]], *, size: int, multiple: int) -> list[CaptionedPicture]:
-    """Returns pictures in a column, each shown once, with these captions, as `find_pictures` does; without masks."""
+    """Returns the pictures of a dataset's column, `found` with their captions, each with its bucket and no mask.
+
+    `size` and `multiple` are those of `bucket_sizes`. Raises UserError for a picture that cannot be used.
+    """
     sizes, pictures = bucket_sizes(size, multiple), []
     for path, caption in found:
         original_size = upright_size(path.read(), str(path))
@@ -191,7 +198,10 @@ def _placed(picture: CaptionedPicture, variation: tuple[int, ...] | None) -> tup
 
 
 def content_key(picture: CaptionedPicture, **options: object) -> str:
-    """Returns the SHA-256 of what an encoding depends on: not of the path. Raises UserError for an unreadable file."""
+    """Returns the SHA-256 of all that a picture's encoding depends on: files' contents, caption, bucket and `options`.
+
+    Raises UserError for an unreadable file.
+    """
     files = [None if path is None else _digest(path) for path in (picture.path, picture.mask_path)]
     parts = [files, picture.caption, picture.size, options]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -213,10 +223,10 @@ def _digest(path: Path | ColumnPicture) -> str:
 
 
 def folders_of(folder: str | Sequence[str] | Mapping[str, int]) -> dict[Path, int]:
-    """Returns the repeats of each folder, in the order given: of DIR and [DIR, DIR] once, of {DIR: repeats} as said.
+    """Returns the repeats of each folder of dataset.folder, in the order given; 1 for DIR and [DIR, DIR].
 
-    Raises UserError for another value, a folder that is missing, inside another or given twice, and for kohya's counted
-    names without repeats, whose number would have no effect.
+    Raises UserError for another value, and a folder that is missing, inside another one or given twice. DIR without
+    repeats must have no name such as 10_cat, from which kohya's scripts read repeats: here they would have no effect.
     """
     if isinstance(folder, Mapping):
         given = [(str(name), repeats) for name, repeats in folder.items()]
@@ -262,8 +272,8 @@ def bucket_sizes(size: int, multiple: int) -> list[tuple[int, int]]:
 
     The sizes are those of NovelAI ("NovelAI Improvements on Stable Diffusion", 2022), which kohya's scripts have too:
     at 512 exactly, and at 1024 the largest ones of SDXL's (Podell et al. 2023, appendix I). Sides are multiples of
-    `multiple`; those of others than the square also of a step of size / STEPS, rounded up. No side is longer than four
-    times the other, about. Raises UserError if `size` is below `multiple`, or above LARGEST.
+    `multiple`. The sides of a bucket that is no square are also multiples of size / STEPS, rounded up to a `multiple`.
+    No side is longer than about four times the other. Raises UserError if `size` is below `multiple` or above LARGEST.
     """
     if not multiple <= size <= LARGEST:
         raise UserError(
@@ -280,7 +290,10 @@ def bucket_sizes(size: int, multiple: int) -> list[tuple[int, int]]:
 
 
 def nearest_bucket(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Returns (height, width) with the nearest aspect ratio on a logarithmic scale; of several the largest."""
+    """Returns the one of `sizes`, each (height, width), with the nearest aspect ratio on a logarithmic scale.
+
+    Of several with the same ratio it returns the largest.
+    """
 
     def whole_to_kept(size: tuple[int, int]) -> float:
         one, other = height * size[1], width * size[0]

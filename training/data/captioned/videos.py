@@ -26,7 +26,10 @@ def is_video(path: Path) -> bool:
 
 
 def size_and_count(path: Path, fps: float | None) -> tuple[tuple[int, int], int]:
-    """Returns (height, width), upright, and the frames at `fps`. Raises UserError for a bad file, and without PyAV."""
+    """Returns (height, width) of a video, upright, and how many frames it has at `fps` (None: all its frames).
+
+    Raises UserError for a file that cannot be used, and without PyAV.
+    """
     times = _times(path)
     count = len(times) if fps is None or not times else int((times[-1] - times[0]) * fps + 0.5) + 1
     for first in frames_of(path, min(count, 1), None):
@@ -37,8 +40,9 @@ def size_and_count(path: Path, fps: float | None) -> tuple[tuple[int, int], int]
 def frames_of(path: Path, count: int, fps: float | None, ground: str = "white") -> Iterator[Any]:
     """Yields `count` frames from the beginning, as upright Pillow images in mode RGB.
 
-    `fps` takes those nearest to 0, 1 / fps, 2 / fps, ...; None takes each. Transparent frames lie on `ground`. Raises
-    UserError for a file that cannot be used, or has fewer, and without PyAV.
+    With `fps` the frames nearest to the times 0, 1 / fps, 2 / fps, ... in seconds; with None each frame. Transparent
+    frames are laid on the colour `ground`. Raises UserError for a file that cannot be used or has fewer frames, and
+    without PyAV.
     """
     wanted = range(count) if fps is None else _nearest(_times(path), count, fps)
     upright = iter(enumerate(_gif_frames(path, ground) if path.suffix.lower() == GIF else _video_frames(path)))

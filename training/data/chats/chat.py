@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class OfMessages(ABC):
     """Examples of .jsonl, .json and .parquet files, or of a dataset of the Hub, kept in memory as tokens.
 
-    conf/dataset/chat.yaml explains the keys. Held out are the examples of the smallest random words, which depend on
-    seed and number alone. `num_blocks` are the rows of an epoch, `longest` the positions of the longest sample.
+    conf/dataset/chat.yaml explains the keys. Which examples are held out is drawn by `seed` and the number of the
+    example alone. `num_blocks` is the number of rows in an epoch, `longest` that of positions in the longest sample.
 
     Raises UserError if a row cannot be read or rendered, or nothing is left to train on.
     """
@@ -157,8 +157,9 @@ class OfMessages(ABC):
 class Chats(OfMessages):
     """Chats, each of which is one sample.
 
-    A batch has `input_ids` and `labels`, int64 [rows, length], and `lengths` [rows], or `segments` [rows, length] of
-    `packed` rows. `conversations` has the layouts of rows, `rendering` what is trained on.
+    A batch has `input_ids` and `labels`, int64 [rows, length], and `lengths`, int64 [rows]; `packed` rows have
+    `segments`, int64 [rows, length], instead of `lengths`. The layouts of rows in files are in `conversations`; which
+    tokens are trained on is in `rendering`.
     """
 
     noun = "chat"

@@ -44,7 +44,11 @@ class Conversation:
 
 
 class Columns:
-    """Finds columns by names of COLUMNS and `more`, or as `given` maps them. Raises UserError for an unknown name."""
+    """Finds the columns of a row that stand for the names in COLUMNS and `more`.
+
+    A column has that name itself, or the one to which `given` maps it (None: the row has no such column). Raises
+    UserError for an unknown name in `given`.
+    """
 
     def __init__(self, given: Mapping[str, str | None] | None = None, more: tuple[str, ...] = ()):
         known = (*COLUMNS, *more)
@@ -62,7 +66,7 @@ class Columns:
 
 
 def conversation_of(row: Mapping[str, Any], columns: Columns, where: str) -> Conversation:
-    """Makes a conversation of a row, by the first layout that fits. Raises UserError, beginning with `where`."""
+    """Makes a conversation of a row, by the first of LAYOUTS that fits. Raises UserError, beginning with `where`."""
     messages, prompt, completion, instruction, output = (
         columns.value(row, name) for name in ("messages", "prompt", "completion", "instruction", "output")
     )
@@ -88,7 +92,11 @@ def conversation_of(row: Mapping[str, Any], columns: Columns, where: str) -> Con
 def conversation_with(
     row: Mapping[str, Any], columns: Columns, where: str, prompt: list[Message], completion: list[Message]
 ) -> Conversation:
-    """Makes a conversation of given messages and others, and further columns. Raises UserError for wrong ones."""
+    """Makes a conversation of `prompt`, `completion` and the row's columns system, tools and chat_template_kwargs.
+
+    Raises UserError, beginning with `where`, for a completion without an assistant's turn, and a column of another
+    type.
+    """
     if not any(message["role"] == "assistant" for message in completion):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in completion)) or "no messages"
         raise UserError(f"{where}: no assistant's turn to train on (it has {roles}): remove the row")
@@ -113,7 +121,10 @@ def conversation_with(
 
 
 def messages_of(value: Any, role: str, where: str) -> list[Message]:
-    """Returns a list of messages; a text is one of `role`. Raises UserError for one without a role, or empty."""
+    """Returns the messages in `value`: a list of them, or a text, which is one message of `role`.
+
+    Raises UserError, beginning with `where`, for a value of another type, and a message without a role or content.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):

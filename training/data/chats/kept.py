@@ -19,9 +19,10 @@ HELD_OUT = 2
 
 @dataclass
 class Kept:
-    """The examples kept of the rows that were read, and how many were left out, for which reason.
+    """Which of the rows that were read are kept as examples, and how many are left out for which reason.
 
-    `too_long` says what becomes of samples of more than `seq_len` + 1 tokens: drop, truncate or refuse.
+    `too_long` says what becomes of samples with more than `seq_len` + 1 tokens: drop, truncate or refuse. Raises
+    UserError for another value.
     """
 
     seq_len: int
@@ -49,7 +50,10 @@ class Kept:
             yield place, row
 
     def fitting(self, examples: Iterable[tuple[Sample, ...]]) -> Iterator[tuple[Sample, ...]]:
-        """Yields the examples, of one sample or two, that fit; counts others. Raises UserError for too_long=refuse."""
+        """Yields the examples that are kept, each of one sample or two, and counts the others by reason.
+
+        Raises UserError for a long sample if too_long=refuse.
+        """
         most = self.seq_len + 1
         for row, example in enumerate(examples):
             longest = max(len(sample.ids) for sample in example)
@@ -81,7 +85,10 @@ class Kept:
         return ", ".join(f"{count:,} {why}" for why, count in self.counts.items() if count)
 
     def divided(self, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers to train on and those that are held out, drawn among all rows that were read."""
+        """Returns the numbers of the kept examples to train on, and of those that are held out, each int64 [examples].
+
+        The share is drawn among all rows that were read, so that it does not depend on which ones are kept.
+        """
         held_out = np.zeros(self.read, dtype=bool)
         words = random_words(self.read, seed, HELD_OUT)
         held_out[np.argsort(words, kind="stable")[: int(self.read * share)]] = True

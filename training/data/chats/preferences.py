@@ -27,8 +27,8 @@ COLUMNS = ("chosen", "rejected")
 class Preferences(OfMessages):
     """Pairs of answers.
 
-    A batch has `input_ids` and `labels`, int64 [pairs, 2, L], the chosen answer first; labels of the prompt and of
-    padding, at the end, are -100; `lengths` int64 [pairs, 2]; and the pairs' numbers, `index` int64 [pairs].
+    A batch has `input_ids` and `labels`, int64 [pairs, 2, L], the chosen answer first; `lengths`, int64 [pairs, 2]; and
+    `index`, int64 [pairs], the numbers of the pairs. Labels of the prompt, and of the padding at the end, are -100.
     """
 
     has_pairs: ClassVar[bool] = True
@@ -117,9 +117,11 @@ def _check_prompt(prompt: Any, shared: Sequence[Message], where: str) -> None:
 
 
 def pair_samples(pairs: Iterable[Pair], template: Template) -> Iterator[tuple[Sample, Sample]]:
-    """Renders pairs in their order: samples of the chosen and the rejected answer, of which the answers are trained on.
+    """Yields for each pair two samples: its prompt with the chosen answer, and with the rejected answer.
 
-    Both begin at one token: a template may write a prompt otherwise before an answer, and tokens may join at its end.
+    The answers are trained on. Both begin at the same token, the first that differs between the prompt and either
+    sample: a template may write a prompt differently before an answer, and a token may join the prompt's end and the
+    answer.
     """
     encodings = template.encoded((pair.chosen.where, text, None) for pair in pairs for text in _texts(pair, template))
     ids = (np.array(encoding.ids, dtype=np.uint32) for encoding, _ in encodings)

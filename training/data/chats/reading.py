@@ -25,7 +25,10 @@ def read_files(patterns: str | Sequence[str] | None, key: str = "dataset.files")
 
 
 def read_hub(name: str, config_name: str | None, split: str, revision: str | None, folder: str) -> Rows:
-    """Yields the rows of a dataset of the Hub, or of a local folder; `folder` has metadata. Raises as `open_rows`."""
+    """Yields the rows of a dataset of the Hub, or of a local folder. `folder` is where metadata of the dataset goes.
+
+    Raises UserError as `open_rows` does, and for a file that cannot be read.
+    """
     rows = open_rows(name, config_name, split, revision=revision, folder=folder, otherwise=USE_LOCAL_FILES)
     # The library raises about ten types of error, without a common base class.
     with as_user_error(f"dataset.name={name}: ", Exception):

@@ -30,9 +30,10 @@ ORDER_OF_BATCHES = 1
 
 @dataclass(frozen=True)
 class SampleTokens:
-    """The tokens of many examples of `group` samples, one after the other.
+    """The tokens of many examples, each of `group` samples, one sample after the other.
 
-    `ids` uint16 or uint32 [tokens], `trained` bool [tokens]; `starts` int64 [samples + 1], the last where all end.
+    `ids` are uint16 or uint32 [tokens]; `trained`, bool [tokens], is True where a token is trained on. `starts`, int64
+    [samples + 1], has the place where each sample starts, and at its end the number of tokens.
     """
 
     ids: np.ndarray
@@ -76,7 +77,7 @@ class SampleTokens:
 
 
 class Rows(ABC):
-    """Batches of rows of some examples, all of them in a new order in each epoch, of `num_blocks` rows."""
+    """Batches of rows that hold examples. An epoch has all `num_blocks` rows, in a new order."""
 
     num_blocks: int
 
@@ -126,7 +127,7 @@ class Rows(ABC):
 
 
 class PaddedRows(Rows):
-    """One example a row, as long as the longest of its batch, whose examples have about the same length."""
+    """Rows of one example each, padded to the longest of the batch; a batch has examples of about the same length."""
 
     def __init__(self, tokens: SampleTokens, numbers: np.ndarray, *, seed: int, batch_size: int):
         super().__init__(tokens, seed, batch_size)
@@ -163,7 +164,10 @@ class PaddedRows(Rows):
         return sorted(super().spread(wanted), key=lambda row: (self._lengths[row], row))
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Shuffles, sorts within windows of whole batches, and shuffles the batches of each window."""
+        """Returns the order of an epoch: shuffled, then sorted by length within windows of some whole batches.
+
+        Then the batches of each window are shuffled.
+        """
         order = super().order(epoch)
         size = self._batch_size
         first = min(-epoch * self.num_blocks % size, self.num_blocks)
@@ -187,7 +191,7 @@ class PairRows(PaddedRows):
 
 
 class PackedRows(Rows):
-    """Rows of `seq_len` positions, each with as many of the samples `numbers` as fit; they are packed once."""
+    """Rows of `seq_len` positions, each with several whole samples of `numbers`, packed once for all epochs."""
 
     def __init__(self, tokens: SampleTokens, numbers: np.ndarray, *, seed: int, batch_size: int, seq_len: int):
         super().__init__(tokens, seed, batch_size)
@@ -220,11 +224,11 @@ class PackedRows(Rows):
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs items into rows of `capacity`: the largest first, each into the row that it leaves least room in.
+    """Packs items into rows of `capacity`: the largest item first, each into the fullest row that has room for it.
 
-    Best fit, decreasing (Johnson 1973), with a bit for every room that rows have left: a million items take seconds.
-    `sizes`, int64 [items], are from 1 to `capacity`. Returns the items, row after row, int64 [items], and where each
-    row begins and the last one ends, int64 [rows + 1].
+    This is best fit decreasing (Johnson 1973). Bit k of an integer says whether a row has room k left, so that a
+    million items take seconds. `sizes`, int64 [items], are from 1 to `capacity`. Returns the indices of the items, row
+    after row, int64 [items], and the places where rows begin and the last row ends, int64 [rows + 1].
     """
     largest_first = np.argsort(-sizes, kind="stable")
     rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
