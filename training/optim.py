@@ -56,7 +56,7 @@ def warn_of_rates(config: DictConfig) -> None:
 
 
 def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
-    """Makes the schedule of `config.schedule`, whose `step()` belongs behind each of the optimizer's."""
+    """Makes the schedule of `config.schedule`. Call its `step()` after each `step()` of the optimizer."""
     # torch warns if the first step is skipped (on_nonfinite=skip), which is intended.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`", UserWarning)
     return instantiate(config.schedule, optimizer=optimizer, steps=config.steps)

@@ -30,7 +30,7 @@ PartScores = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluations of a run: each time the same `batches`, of at most batch_size examples on the CPU, or none."""
+    """The evaluations of a run, each on the same `batches` on the CPU, of at most batch_size examples; () for none."""
 
     config: DictConfig
     task: Task
@@ -38,7 +38,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, config: DictConfig, task: Task, dataset: object) -> Self:
-        """Takes the batches from `dataset`. Raises UserError where a run is to evaluate and has no labelled example."""
+        """Takes the held-out batches of `dataset`. Raises UserError if the run evaluates and no example has a label."""
         every, count = config.eval.every, config.eval.batches
         if every is None:
             return cls(config, task, ())
@@ -84,7 +84,10 @@ class Evaluation:
     def metrics(
         self, model: nn.Module, streams: Streams, stopped: Callable[[], bool], ranks: Ranks = ALONE, alone: bool = False
     ) -> dict[str, float]:
-        """Returns scores, equal bit for bit on any number of ranks, and ms; {} once `stopped`. `alone`: on this one."""
+        """Returns the scores, equal bit for bit on any number of ranks, and the time in ms; {} once `stopped`.
+
+        With `alone` this rank computes all parts itself. Raises UserError for texts padded without a mask.
+        """
         streams.synchronize()
         start = perf_counter()
         # The largest microbatch of a step: a forward without its gradients needs no more memory than that step.
@@ -112,9 +115,9 @@ def prepared_parts(task: Task, batches: Sequence[Batch], rows: int, seed: int) -
 def scores_of_parts(
     task: Task, model: nn.Module, parts: Sequence[Batch], seed: int, device: torch.device, stopped: Callable[[], bool]
 ) -> list[PartScores] | None:
-    """Returns the weight and the scores of each part; None once `stopped` returns True, which is noticed soon.
+    """Returns the weight and the scores of each part; None as soon as `stopped` returns True, asked before each part.
 
-    No gradient is made; random numbers, modes of modules and gradients are afterwards as they were.
+    It computes no gradients. Afterwards random generators, training modes and gradients are as they were before.
     """
     found = []
     with observed(model, seed, device):
@@ -122,7 +125,7 @@ def scores_of_parts(
             if stopped():
                 return None
             weight = task.weight(part)
-            # Of a part without a label they may be 0/0.
+            # The mean score of a part without a label may be 0/0.
             scores = task.scores(model, uploaded(part, device)) if weight else {}
             found.append((weight, {name: score.item() for name, score in scores.items()}))
     return found
@@ -144,7 +147,7 @@ def mean_scores(parts: Sequence[PartScores] | None) -> dict[str, float] | None:
 def observed(model: nn.Module, seed: int, device: torch.device) -> Iterator[None]:
     """Puts the model into eval() for the block, without gradients; random numbers depend on `seed` alone.
 
-    Afterwards random numbers and modes of modules are as they were.
+    Afterwards random generators and the training modes of modules are as they were before.
     """
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), evaluating(model), torch.no_grad():

@@ -36,7 +36,10 @@ DATA, BEGINNING = "data_sha256", "beginning_sha256"
 def fill_reference(
     components: Components, attached: Attached, dataset: object, ranks: Ranks, stopped: Callable[[], bool]
 ) -> bool:
-    """Gives the task its table, if it needs one, and writes it; False once `stopped`. Raises UserError."""
+    """Gives a task that needs it the table of the reference's log-probabilities, and writes it to the run's folder.
+
+    Returns False once `stopped`. Raises UserError for log-probabilities that are not finite.
+    """
     task, config = components.task, components.config
     if not task.needs_table:
         return True
@@ -52,7 +55,10 @@ def fill_reference(
 
 
 def saved_reference(checkpoint: Path, config: DictConfig, dataset: object) -> Tensor:
-    """Reads the reference of the run of a checkpoint: float32 [samples, 2]. Raises UserError for none, or another's."""
+    """Reads the table of the reference's log-probabilities that the checkpoint's run has written: float32 [samples, 2].
+
+    Raises UserError if the file is missing or damaged, or is of other data or other first weights.
+    """
     path = checkpoint.parent.parent / REFERENCE_FILE
     advice = f"restore it, or begin a new run from these weights, model.weights={checkpoint}"
     try:
@@ -86,7 +92,7 @@ def beginning_of(config: DictConfig) -> str:
 def log_probs_of_parts(
     model: nn.Module, parts: Sequence[Batch], device: torch.device, stopped: Callable[[], bool]
 ) -> list[Tensor] | None:
-    """Returns log-probabilities of answers by part, float32 [pairs, 2] on the CPU; None once `stopped`."""
+    """Returns the log-probabilities of the answers in each part, float32 [pairs, 2] on the CPU; None once `stopped`."""
     found = []
     with evaluating(model), torch.no_grad():
         for part in parts:

@@ -60,7 +60,7 @@ class Progress:
             self._redirect.enter_context(_lines_above_bars())
 
     def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Shows that `step` steps are done, and the values of a `record`; without one it never waits for the device."""
+        """Shows that `step` steps are done, and the values of `record`, if one is given."""
         if self._bar is not None:
             if record:
                 self._bar.set_postfix_str("  ".join(_headline(record)), refresh=False)
@@ -114,7 +114,7 @@ def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO |
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None = None) -> None:
-    """Prints the summary of a run by metric, without zeros, beside planned values; then where its files are."""
+    """Prints the summary of a run: each metric that is not zero, with its planned value, then where the files are."""
     table = _table("Summary")
     table.add_column("metric", style="cyan", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)

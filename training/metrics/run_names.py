@@ -18,7 +18,7 @@ UNNAMED = ("model", "model.source", "offload", "seed", "tracking", "resume", "fo
 
 
 def run_label(config: DictConfig, invocation: Invocation) -> str:
-    """Returns a run's name without its seed: of a sweep's job its row, else model, mode and what else was given."""
+    """Returns the name of a run without its seed: in a sweep that of the job's row, else model, mode and overrides."""
     if label := os.environ.get(SWEEP_LABEL_VARIABLE):
         return shortened(label, LONGEST_LABEL)
     given = [
@@ -44,7 +44,10 @@ def model_name(config: DictConfig, invocation: Invocation) -> str:
 
 
 def chosen_options(choices: Mapping[str, str | None], groups: Iterable[str]) -> dict[str, str]:
-    """Returns the chosen options by group, or by the path of an option's key with underscores, as `offload_weights`."""
+    """Returns the chosen option of each group in `groups`, by the group's name.
+
+    An option inside another one has the path of its key as its name, with underscores, such as `offload_weights`.
+    """
     chosen = {}
     for group, option in choices.items():
         base, _, package = group.partition("@")

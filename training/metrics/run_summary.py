@@ -15,11 +15,11 @@ _STATISTICS = {"median": statistics.median, "mean": statistics.fmean}
 class RunSummary:
     """Sums up a run, one record after another, without keeping the records.
 
-    Each statistic has the name of its metric. Medians of times and rates, and means of transferred GiB, are over the
-    logged records behind the warm-up alone (`warmup_steps`, which allocate and compile, and again from `start`, the
-    step after which the run resumed); if there are none, over one that ends behind it. Where a resumed run ends in its
-    warm-up, they are over the records from before it, chosen in the same way; and else over all records. Peaks, and the
-    first and last losses, are over all records. A metric that no record has is left out.
+    Each statistic has the name of its metric. Peaks, and the first and last losses, are over all records. Medians of
+    times and rates, and means of transferred GiB, leave out the warm-up: `warmup_steps` steps after the beginning, and
+    after `start`, the step after which the run resumed; they allocate and compile. If no record lies behind the
+    warm-up, one that ends behind it counts. If a resumed run ends in its warm-up, the records from before `start`
+    count, chosen in the same way; if there are none, all records. A metric that no record has is left out.
     """
 
     def __init__(self, warmup_steps: int, start: int = 0):

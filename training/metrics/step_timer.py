@@ -6,9 +6,9 @@ from time import monotonic, perf_counter
 
 from offload import Streams
 
-# Linux has, of this thread, the nanoseconds on a core, and those in the queue for one.
+# In this file Linux counts the nanoseconds that this thread was on a core, then those that it waited for one.
 STATISTICS = Path("/proc/thread-self/schedstat")
-# Shares of the time that are worth a line, and the seconds below which no run is worth one.
+# The share of waiting from which on a run warns, and the seconds below which it never does.
 BUSY, SHORT_S = 0.2, 10.0
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class StepTimer:
 
 
 class CoreWaits:
-    """The time that this thread waits for a core, from now on."""
+    """Measures how long this thread waits for a core, from when it is made."""
 
     def __init__(self):
         self._start_s, self._waited_s = monotonic(), waited_s()
@@ -68,7 +68,7 @@ class CoreWaits:
 
 
 def waited_s() -> float | None:
-    """Returns the seconds that this thread has waited for a core since it began; None where that is not known."""
+    """Returns the seconds that this thread has waited for a core since it began; None if the system does not say."""
     try:
         return int(STATISTICS.read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

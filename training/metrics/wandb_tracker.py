@@ -59,12 +59,18 @@ _Task = Callable[["wandb.Run"], object]
 
 
 class Tracker:
-    """A wandb run in the folder `wandb` of the run's directory, or WANDB_DIR (a sweep's); one at a time in a process.
+    """A run in wandb, whose files are in the folder `wandb` of `run_dir`, or of WANDB_DIR; one at a time in a process.
 
-    It raises nothing for errors in wandb, and asks nothing on the terminal. `mode` auto is what WANDB_MODE or the
-    command `wandb offline` chose, else online with an API key and offline without; disabled does not import wandb. The
-    group is that of the sweep, or WANDB_RUN_GROUP; the team is WANDB_ENTITY. `system` samples the machine's load.
-    `resume_id` is the id of the run that this one continues. Raises UserError for another `mode`.
+    It raises nothing for errors in wandb, and asks nothing on the terminal. Its group is that of the sweep, or
+    WANDB_RUN_GROUP; its team is WANDB_ENTITY.
+
+    Args:
+        mode: auto is what WANDB_MODE or the command `wandb offline` chose, else online with an API key and offline
+            without; disabled does not import wandb.
+        system: whether a process samples the load of the machine.
+        resume_id: the id of the wandb run that this one continues.
+
+    Raises UserError for an unknown `mode`.
     """
 
     def __init__(
@@ -126,13 +132,16 @@ class Tracker:
             _kill_service()
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
-        """Passes `record` to wandb for `step`, without what has been zero in every step yet; returns at once."""
+        """Passes `record` to wandb for `step`, without metrics that were zero in all steps so far; returns at once."""
         self._nonzero |= {key for key, value in record.items() if value or not key.startswith(_OFTEN_ZERO)}
         values = {key: value for key, value in record.items() if key in self._nonzero}
         self._submit(lambda run: run.log(values, step=step, commit=True))
 
     def log_files(self, pictures: Mapping[str, Path], files: Sequence[Path], step: int) -> None:
-        """Passes pictures by key, and files of the run's directory, to wandb at once; they must not change after it."""
+        """Passes pictures by key, and files in the run's directory, to wandb; returns at once.
+
+        They must not change afterwards, because wandb reads them later.
+        """
         paths = dict(pictures)
 
         def log(run: "wandb.Run") -> None:

@@ -22,7 +22,10 @@ THREADS = Path("/proc/self/task")
 
 
 def take_seat(name: str, world: World) -> tuple[torch.device, int]:
-    """Takes the device of this rank for `device=name`, and so many cores by it. Raises UserError for too few GPUs."""
+    """Sets the device of this rank for `device=name`, and its share of the host's cores, near its GPU.
+
+    Returns the device and the number of cores. Raises UserError if the host has fewer GPUs than ranks.
+    """
     device = device_of(name, world.local_size, world.local_rank)
     cores = usable_cores() // world.local_size
     if device.type == "cuda":
@@ -31,7 +34,7 @@ def take_seat(name: str, world: World) -> tuple[torch.device, int]:
 
 
 def device_of(name: str, local_size: int, local_rank: int) -> torch.device:
-    """Returns the CPU, or the GPU of this rank's number, for `device=name`. Raises UserError for too few."""
+    """Returns the CPU, or the GPU with number `local_rank`. Raises UserError if the host has fewer GPUs than ranks."""
     device = resolve_device(name)
     if device.type != "cuda":
         return device
@@ -58,8 +61,9 @@ def gpu_nodes(count: int) -> list[int | None]:
 def bind_to_node(nodes: Sequence[int | None], local_rank: int) -> int | None:
     """Binds all threads of this process to those of its cores that lie on its GPU's NUMA node.
 
-    `nodes` are those of the GPUs of all ranks of this host. Returns this rank's part of the node's cores; None, and
-    binds none, for one rank, on one node, and where the GPU's node is not known or has no core of this process.
+    `nodes` are the NUMA nodes of the GPUs of all ranks on this host. Returns the number of cores that are this rank's
+    part of its node. It binds nothing and returns None if there is only one rank or one node, if the node of the GPU is
+    not known, or if this process may use no core of that node.
     """
     if not hasattr(os, "sched_setaffinity"):
         return None

@@ -38,7 +38,10 @@ def refuse_statistics(model: nn.Module) -> None:
 
 
 class Copies:
-    """This rank's copy of the tensors of a run and of a frozen `reference`; all ranks share the `shared` parameters."""
+    """This rank's copy of the tensors of a run, and of those of a frozen `reference` model.
+
+    The ranks of a host have the parameters `shared` only once.
+    """
 
     def __init__(
         self,
@@ -51,13 +54,19 @@ class Copies:
         self._shared = {name for name, tensor in self._named() if tensor in shared}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all by name, in one order on every rank, after updates; shared states are at home afterwards."""
+        """Returns all tensors that each rank has itself, by name, in the same order on every rank.
+
+        It first waits for updates, and brings optimizer states home.
+        """
         self._optimizer.finish()
         self._optimizer.states.bring_home()
         return self._all(shared=False)
 
     def shared_tensors(self) -> dict[str, Tensor]:
-        """Returns by name those that a host has once, in one order on every rank; each has called `tensors` before."""
+        """Returns the tensors that a host has once, by name, in the same order on every rank.
+
+        Each rank must have called `tensors` before, which brings them up to date.
+        """
         return self._all(shared=True)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
@@ -73,7 +82,7 @@ class Copies:
                 found |= stored_tensors(name, tensor)
         for name, tensor in optimizer_tensors(self._model, self._optimizer).items():
             parameter, _, key = name.rpartition(".")
-            # Each rank counts its updates.
+            # Each rank has its own counts of updates, also of shared parameters.
             if (parameter in self._shared and key != "step") == shared:
                 found[name] = tensor
         return found
@@ -87,7 +96,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 class Group(Ranks):
-    """The ranks of one run, which exchange `messages`; `end_others` ends those that rank 0 has started, at once."""
+    """The ranks of one run, which exchange `messages`. `end_others` kills the processes that rank 0 has started."""
 
     def __init__(
         self,
@@ -205,7 +214,10 @@ class Group(Ranks):
                 )
 
     def fingerprints(self) -> dict[str, int]:
-        """Returns those of weights, buffers and states after updates; a host's first rank has the shared ones, too."""
+        """Returns the fingerprints of this rank's weights, buffers and states by name, once updates are done.
+
+        With several hosts, the first rank of each host adds those of the shared tensors.
+        """
         found = self._copies.tensors()
         if self.shares_homes and self._sharers.hosts > 1:
             meet(self._sharers, "comparing the hosts")

@@ -34,9 +34,9 @@ END_S = 5
 
 @contextmanager
 def connected(config: DictConfig, world: World | None) -> Iterator[Ranks]:
-    """Connects the ranks of the run, which wait for its orders; for one device there is one.
+    """Connects this process, rank 0, with the other ranks of the run, which wait for its orders.
 
-    Raises UserError if a device is not there, or a rank does not start.
+    A run on one device has no other rank. Raises UserError if there are too few devices, or a rank does not start.
     """
     if config.devices == 1:
         yield ALONE
@@ -106,7 +106,7 @@ class Followers:
                 ) from error
 
     def store(self):
-        """Returns the store by which ranks find each other, once all are there. Raises UserError for one that ended."""
+        """Returns the store by which ranks find each other, once all have started. Raises UserError if one does not."""
         from torch.distributed import TCPStore
 
         master = {"is_master": True, "wait_for_workers": False, "master_listen_fd": self._listener.detach()}

@@ -61,7 +61,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def encoded(message: Any) -> tuple[Tensor, Tensor]:
-    """Returns a message's length, int64 [1], and bytes (uint8). Clone views: they take along the memory under them."""
+    """Returns the length of a pickled message, int64 [1], and its bytes, uint8 [length].
+
+    Clone a tensor that is a view before: pickle writes the whole storage under a view.
+    """
     buffer = io.BytesIO()
     _Pickler(buffer).dump(message)
     data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -83,7 +86,7 @@ class Waiter:
         threading.Thread(target=self._work, daemon=True).start()
 
     def wait(self, call: Callable[[], object]) -> None:
-        """Returns or raises what `call` does. If a signal's handler raises, `call` runs on, and no other may follow."""
+        """Waits for `call`, and raises what it raises. If a signal's handler raises, `call` runs on: call no other."""
         self._calls.put(call)
         while True:
             try:
@@ -113,9 +116,10 @@ class Waiter:
 class Messages:
     """The messages of this rank, between `torch.distributed.init_process_group` and `leave`. All ranks make it at once.
 
-    A rank that does not answer for `timeout_s` counts as hung. `cause` returns, on rank 0, why the process of a rank
-    that it started has ended; None if it runs. `is_exchanging` is True once this rank has failed in a collective, in
-    which the others wait and take no report. `first_sharer` is the first rank of those that share homes with this one.
+    A rank that does not answer for `timeout_s` seconds counts as hung. `cause` tells rank 0 why the process of another
+    rank has ended; it returns None for a process that runs. `is_exchanging` is True once this rank has failed in a
+    collective: the other ranks wait in it and take no report. `first_sharer` is the first of the ranks that share homes
+    with this one.
     """
 
     def __init__(self, timeout_s: float, host: int = 0, cause: Callable[[int], str | None] | None = None):
@@ -158,22 +162,25 @@ class Messages:
         self.send(0, ("done", value))
 
     def report_failure(self, reason: str) -> None:
-        """Sends rank 0 why this one cannot go on, and takes orders until it has ended: else neither could send."""
+        """Tells rank 0 why this rank cannot go on, and takes orders until rank 0 has ended.
+
+        Without that both could wait for ever, each to send to the other.
+        """
         with suppress(FirstLostError):
             sending = self._report_later(("failed", reason))
             self.await_end()
             del sending
 
     def await_end(self) -> None:
-        """Waits until rank 0, which may be saving, has ended: torchrun would end it with any other rank."""
+        """Waits until rank 0, which may be saving, has ended: if this rank ended first, torchrun would kill rank 0."""
         with suppress(FirstLostError, FirstHungError):
             while self.order() != ("end",):
                 pass
 
     def reports(self, own: Any = None, patient: bool = False) -> list[Any]:
-        """Waits on rank 0 for every report; returns the values of all ranks, `own` first.
+        """On rank 0, waits for the reports of all other ranks; returns the values of all ranks, `own` first.
 
-        Raises RankLostError for a rank that failed, ended or, unless `patient`, takes longer than the time limit.
+        Raises RankLostError for a rank that failed, ended or, unless `patient`, takes longer than `timeout_s`.
         """
         values = [own]
         for rank in range(1, self.count):

@@ -27,7 +27,10 @@ class RankLostError(UserError):
 
 @dataclass(frozen=True)
 class Share:
-    """The microbatches of a step that one rank computes, from number `first` on, weighted as parts of the `total`."""
+    """The microbatches of a step that one rank computes; the first of them has the number `first` among all ranks'.
+
+    Each loss counts as its weight over `total`, the weight of the whole batch.
+    """
 
     parts: tuple[Batch, ...]
     weights: tuple[int, ...]
@@ -38,8 +41,8 @@ class Share:
 def shares_of(batch: Batch, ranks: int, microbatches: int, weight: Callable[[Batch], int]) -> list[Share]:
     """Splits the batch of a step, on the CPU, into a share of `microbatches` of nearly the same size for each rank.
 
-    A loss that weighs nothing may be 0/0, and no mode can leave one out, because ranks meet in each: another one of the
-    same shape is computed in its place, and counts nothing.
+    The loss of a microbatch with weight 0 may be 0/0, and it cannot be left out, because the ranks exchange gradients
+    in each microbatch. So another microbatch of the same shape is computed in its place, with weight 0.
     """
     parts = [part for share in split_into(batch, ranks) for part in split_into(share, microbatches)]
     weights = [weight(part) for part in parts]
@@ -74,7 +77,7 @@ class Ranks:
         """Raises UserError for a model that the ranks cannot train together."""
 
     def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
-        """Makes the other ranks build what this one does, all with this `speculation`; nothing in `config` is auto."""
+        """Makes the other ranks build the same model and optimizer, with `speculation`. `config` has no value auto."""
 
     def equalise(
         self,
@@ -84,14 +87,20 @@ class Ranks:
         shared: Collection[nn.Parameter] = (),
         reference: nn.Module | None = None,
     ) -> None:
-        """Gives all ranks rank 0's weights, `reference` and states after `step`; `shared` parameters have one home."""
+        """Gives all ranks the weights, the states and the `reference` model that rank 0 has after `step`.
+
+        The ranks of a host have the parameters `shared` only once.
+        """
 
     def hand_out(self, step: int, shares: Sequence[Share]) -> Share:
         """Makes the other ranks compute their `shares`, of `step`, one for each rank; returns this rank's share."""
         return shares[self.rank]
 
     def evaluate(self, parts: Sequence[Batch], compute: Callable[..., list | None], order: str) -> list | None:
-        """Returns the results of all parts in order: `compute` makes this rank's, `order` others'; None if stopped."""
+        """Returns the results of all parts in order; None once the run is to stop.
+
+        `compute` computes the parts of this rank, `order` is the order to the other ranks to compute theirs.
+        """
         return compute(parts)
 
     def total(self, losses: Tensor) -> Tensor:
@@ -101,7 +110,11 @@ class Ranks:
     def reduce(
         self, model: nn.Module, norms: Mapping[nn.Parameter, Tensor], summed: Collection[nn.Parameter] = ()
     ) -> Mapping[nn.Parameter, Tensor]:
-        """Makes each gradient that is not `summed` the sum over all ranks; returns the norms of sums that are known."""
+        """Replaces each gradient by its sum over all ranks, unless it is in `summed`: the mode has summed it already.
+
+        `norms` are the norms of gradients that are known, by parameter; returns those that are still right for the
+        sums.
+        """
         return norms
 
     def agreed(self, norm: float) -> float:

@@ -23,7 +23,10 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
-    """Fills `whole` with all ranks' slices `own` (1-D, perhaps in it), in order; `later`: returns what to wait for."""
+    """Fills `whole` (1-D) with the slices `own` of all ranks, in their order; `own` may be a view of `whole`.
+
+    With `later` it does not wait, and returns the work to wait for.
+    """
     return _gather(whole, own, group=group, async_op=later)
 
 

@@ -30,10 +30,16 @@ def of_first(sharers: Sharers, number: float, what: str) -> float:
 
 @dataclass(frozen=True)
 class HostGroups:
-    """The ranks of this rank's host, which is number `host` of `hosts` of as many ranks, and how they are connected.
+    """The ranks of this rank's host, and the groups that connect them. All hosts have as many ranks.
 
-    `data` and `patient` are their groups for tensors on devices, and for exchanges between steps; `across` that of the
-    ranks with this one's place on all hosts, for tensors; None on one host.
+    Attributes:
+        host: the number of this host.
+        hosts: the number of hosts.
+        ranks: the ranks on this host.
+        data: the group of these ranks for tensors on devices.
+        patient: the group of these ranks for exchanges between steps, without a time limit.
+        across: for tensors on devices, the group of the ranks that have this rank's place on their hosts; None on one
+            host.
     """
 
     host: int
@@ -47,7 +53,10 @@ class HostGroups:
     def of(
         cls, rank: int, hosts: Sequence[int], make_data: Callable[..., Any], make_patient: Callable[..., Any]
     ) -> Self:
-        """Connects the ranks, whose hosts are `hosts`. Raises UserError for uneven hosts, and for another order."""
+        """Makes the groups of all ranks by `make_data` and `make_patient`; `hosts` has the host of each rank.
+
+        Raises UserError unless all hosts have as many ranks, and the ranks of a host follow each other.
+        """
         counts = Counter(hosts)
         count = counts[hosts[0]]
         names = list(counts)

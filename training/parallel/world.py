@@ -69,7 +69,7 @@ def ranks_of_host(config: DictConfig) -> int:
 
 
 def refuse_other_launchers() -> None:
-    """Raises UserError for a rank that torchrun did not start: others' ranks would wait in different ways."""
+    """Raises UserError for a rank that another launcher than torchrun has started: its ranks may wait in other ways."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not is_torchrun() and not _is_alone():
         rank, size = visible(os.environ["RANK"]), visible(os.environ["WORLD_SIZE"])
         raise UserError(
