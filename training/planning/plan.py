@@ -164,7 +164,7 @@ def _assembled(
     config = components.config
     memory = PlannedMemory.of(components, machine, has_gpu, step)
     times = PlannedTimes.of(components, machine, has_gpu, step, timed, memory)
-    # Tied ones count once.
+    # Tied parameters count once.
     everything = sum(parameter.numel() for parameter in components.model.parameters())
     trained = sum(parameter.numel() for parameter in trained_parameters(components.model))
     model_flops = components.task.flops(components.model, config)

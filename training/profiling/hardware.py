@@ -58,7 +58,7 @@ _PARTIAL_CARD_WORDS = {"MIG", "Laptop", "Max", "D"}
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the torch device of `device=name`; auto is the first GPU, or the CPU. Raises UserError without it."""
+    """Returns the torch device of `device=name`; auto: the first GPU, else the CPU. Raises UserError if missing."""
     if name == "cpu":
         return torch.device("cpu")
     if name == "auto":
@@ -113,10 +113,10 @@ def measured_bandwidth(streams: Streams) -> Bandwidth:
 
 
 def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | float]:
-    """Writes to hardware.json, and returns all but the `provenance`: `describe_device`, and the bus of a GPU.
+    """Writes hardware.json: the facts of `describe_device`, the speed of a GPU's bus, and the `provenance`.
 
-    That is h2d_gb_s, d2h_gb_s and both_gb_s: GB/s of page-locked copies to the device alone, to the host alone, and
-    each way while both run.
+    The speeds are h2d_gb_s, d2h_gb_s and both_gb_s: GB/s of page-locked copies to the device alone, to the host alone,
+    and each way while both run. Returns what it writes, without the provenance.
     """
     facts = describe_device(streams.device)
     if streams.asynchronous:
@@ -148,7 +148,7 @@ def commit(source: Path) -> str | None:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the peak of dense products in FLOP/s: known, or reached in 0.12 s with torch's number of threads."""
+    """Returns the peak rate of dense products in FLOP/s: the datasheet's, else what a measurement of 0.12 s reaches."""
     known = known_peak_flops(device, dtype)
     return _measured_flops(device, dtype) if known is None else known
 

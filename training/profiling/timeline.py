@@ -1,4 +1,4 @@
-"""Records one training step with torch's profiler, reads it as a timeline, and draws that.
+"""Records one training step with torch's profiler, reads the trace as a timeline, and draws the timeline.
 
 The timeline has compute, copies in, copies out and stalls. The trace is in Chrome's trace event format, which
 https://ui.perfetto.dev also opens. Times are in microseconds, as in the trace; pictures show milliseconds.
@@ -71,7 +71,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The intervals of a step, sorted by start. A CPU, which copies and computes in turn, does not `overlaps`."""
+    """The intervals of a step, sorted by start. `overlaps` is False on a CPU, which copies and computes in turn."""
 
     intervals: tuple[Interval, ...]
     overlaps: bool
@@ -109,9 +109,9 @@ class Timeline:
 def read_timeline(path: Path) -> Timeline:
     """Reads the timeline of a trace, whether compressed (.gz) or not. Raises ValueError for one without work.
 
-    For a GPU it contains the device's work by stream: kernels on the compute stream, kernels on the copy streams (norms
-    and sums of gradients, updates of states on the device), and copies by direction. On a CPU a copy runs where it is
-    called: there it contains the engine's ranges, and, as compute, the operations outside of them.
+    For a GPU the timeline has the device's work by stream: kernels on the compute stream, kernels on the copy streams
+    (norms and sums of gradients, updates of states on the device), and copies by direction. A CPU copies in the thread
+    that computes: for it the timeline has the engine's ranges, and as compute the operations outside these ranges.
     """
     content = path.read_bytes()
     trace = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
@@ -235,7 +235,7 @@ def _interval(lane: str, event: dict) -> Interval:
 
 
 class StepTrace(NamedTuple):
-    """The files of a traced step: Chrome's trace event format, compressed, and a PNG, None if drawing failed."""
+    """The files of a traced step: `trace`, in Chrome's format, compressed; `picture`, a PNG, None if drawing failed."""
 
     step: int
     trace: Path
@@ -243,7 +243,7 @@ class StepTrace(NamedTuple):
 
 
 class Tracer:
-    """Traces one step of a run, warmed up from `steps_done`. Errors never stop the run: each becomes one warning."""
+    """Traces one step of a run that starts after `steps_done` steps. An error is a warning and does not end the run."""
 
     def __init__(self, config: DictConfig, run_dir: Path, streams: Streams, title: str, steps_done: int = 0):
         self.step = step_to_trace(config, steps_done)
@@ -288,7 +288,10 @@ class Tracer:
 
 
 def step_to_trace(config: DictConfig, steps_done: int = 0) -> int | None:
-    """Returns the step that a run records, the first after the warm-up; None without `trace`."""
+    """Returns the step that a run traces, the first after the warm-up; None without `trace`.
+
+    The run starts, or goes on, after `steps_done` steps.
+    """
     return min(steps_done + config.warmup_steps + 1, config.steps) if config.trace else None
 
 
@@ -301,16 +304,16 @@ def tracing(path: Path, streams: Streams) -> Iterator[None]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if streams.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # Otherwise the profiler prints to the terminal when it starts and stops.
+    # The profiler then prints nothing to the terminal when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # Without it, the trace would lack the optimizer's thread, which autograd does not know.
+    # By default a trace lacks the optimizer's thread, which autograd does not know.
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profile = torch.profiler.profile(activities=activities, experimental_config=threads)
     streams.synchronize()
     with profile:
         yield
         streams.synchronize()
-    # Renamed when complete, so that a file under the final name is always whole.
+    # Renamed when complete, so that a file with the final name is always whole.
     partial = path.with_name(f"partial-{path.name}")
     profile.export_chrome_trace(str(partial))
     partial.replace(path)

@@ -102,9 +102,16 @@ def build(
             ranks.equalise(model, optimizer, run.start.step, attached.shared_parameters, attached.reference_model)
             checkpoints = Checkpoints(config, run_dir, model, optimizer, streams, run.base, averaged)
             yield Job(
-                **vars(run), attached=attached, streams=streams, optimizer=optimizer, schedule=schedule, ranks=ranks,
-                tracker=tracker, checkpoints=checkpoints, averages=averages,
-            )  # fmt: skip
+                **vars(run),
+                attached=attached,
+                streams=streams,
+                optimizer=optimizer,
+                schedule=schedule,
+                ranks=ranks,
+                tracker=tracker,
+                checkpoints=checkpoints,
+                averages=averages,
+            )
 
 
 def fill_model(run: PreparedRun, model: nn.Module) -> None:
@@ -120,11 +127,12 @@ def fill_model(run: PreparedRun, model: nn.Module) -> None:
 def build_optimizer(
     components: Components, attached: Attached, speculation: Speculation | None = None, cores: int | None = None
 ) -> HostAdamW | OwnOptimizer:
-    """Makes the optimizer and its states; its updates run beside the step if it can do that.
+    """Makes the optimizer and its states. If the optimizer can update beside the step, it does.
 
-    `speculation` lets them begin before the norm is known. Of `cores` (None: all) some are left to others unless
-    `optimizer.threads` is given. A mode that owns the update makes its own optimizer, with the same hyper-parameters.
-    Raises MemoryError if the host has too little memory for states.
+    `speculation` lets updates begin before the norm of the gradients is known. `cores` is the number of cores of this
+    rank, if ranks divide those of the host: the optimizer leaves one of them free, unless `optimizer.threads` is given.
+    A mode that owns the update makes its own optimizer, with the same hyper-parameters. Raises MemoryError if the host
+    has too little memory for the states.
     """
     config = components.config
     given = config.optimizer
@@ -135,7 +143,7 @@ def build_optimizer(
         optimizer.cores = cores
     if components.mode.owns_update:
         groups = optimizer.param_groups
-        # It holds the parameters, whose memory the mode may replace.
+        # The optimizer holds the parameters, whose memory the mode may replace.
         del optimizer
         return attached.own_optimizer(groups, config.clip_norm, config.microbatches)
     if optimizer.overlaps:
@@ -146,7 +154,7 @@ def build_optimizer(
 
 
 def place_states_in_spare_vram(job: RankJob) -> None:
-    """Moves states to what the first step left free of vram_budget, where optimizer.device_share=auto."""
+    """With optimizer.device_share=auto, moves states to the GPU memory that the first step left of vram_budget."""
     components = job.components
     device, asked = components.device, components.config.vram_budget
     if job.optimizer.device_share != "auto" or asked is None or device.type != "cuda":

@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def encode_missing(dataset: object, components: Components, plan: PlannedEncoding | None = None) -> None:
-    """Encodes the pictures that `dataset` lacks, and prints the time. Raises UserError or MemoryError."""
+    """Encodes the pictures and captions that no run has encoded yet, and prints the time beside that of `plan`.
+
+    Raises UserError for a picture, text or pipeline that cannot be used, and MemoryError.
+    """
     todo = ToEncode.of(dataset, components.config)
     if todo is None:
         return
@@ -50,9 +53,9 @@ def _encode(todo: ToEncode, components: Components, pipeline: Any, streams: Stre
             for size, call in todo.calls(recorder):
                 calls[size] = call
                 check_normalisation(recorder, vae, size)
-                # First: a later run looks for pictures, and not for this.
+                # Before the pictures: a later run that finds all pictures does not look for the call.
                 kept.write_call(call)
-        # What was logged of a text that nobody gave is left out.
+        # These remarks are about the longer of the probe and the longest caption; those about the probe are left out.
         given = any(len(asked.prompts[0]) > len(PROBE) for asked in missing.captions.values())
         with phase(f"encoding {len(missing.captions)} captions"), _cut_off_told(asked_for if given else ()):
             for key, asked in missing.captions.items():
@@ -85,7 +88,10 @@ def encode_prompts(prompts: Sequence[str], components: Components) -> None:
 
 @contextmanager
 def _cut_off_told(before: Sequence[str] = ()) -> Iterator[None]:
-    """Warns once of texts that an encoder has cut off, whatever is logged of each, `before` the block too."""
+    """Warns once if an encoder has cut off texts in the block; the library's remarks on each go to the log file.
+
+    `before` are remarks from before the block, which count too.
+    """
     with remarks_collected() as found:
         yield
     remarks = [*before, *found]

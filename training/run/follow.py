@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def join(world: World) -> Group:
-    """Connects with the other ranks. Raises UserError if this rank's device is not there."""
+    """Connects with the other ranks. Raises UserError if the host has fewer GPUs than ranks."""
     if is_torchrun():
         dist.init_process_group("gloo")
     else:
@@ -166,9 +166,13 @@ def built(
         if step:
             set_step(schedule, step)
         yield RankJob(
-            components=components, attached=attached, streams=streams, optimizer=optimizer, schedule=schedule,
+            components=components,
+            attached=attached,
+            streams=streams,
+            optimizer=optimizer,
+            schedule=schedule,
             ranks=ranks,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

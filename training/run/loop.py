@@ -46,8 +46,8 @@ class StepResult(NamedTuple):
 def train(job: Job) -> dict:
     """Runs the job to its last step and returns the summary, which is also in the run's directory.
 
-    A signal ends a run that saves itself after the current step, and an evaluation or a sample, which the resumed run
-    makes again, at once.
+    After a signal, a run that saves itself finishes its current step, saves and ends. It breaks off an evaluation or a
+    sample at once; the resumed run makes that again.
     """
     stopping = StopRequest(job.checkpoints.on_signal_after_s)
     with closing(Recorder(job)) as recorder, short_garbage_collections(), stopping as stop:
@@ -218,7 +218,11 @@ def short_garbage_collections() -> Iterator[None]:
 
 
 def run_step(job: Job, step: int, batch: Batch) -> StepResult:
-    """Computes gradients of the mean loss over `batch`, clips and updates; the host waits once, for their norm."""
+    """Computes the gradients of the mean loss over `batch`, clips them and updates the weights.
+
+    The host waits for the device once, for the norm of the gradients. Raises UserError for a batch without labels, or
+    with texts padded without a mask.
+    """
     config, task = job.components.config, job.components.task
     prepared = task.prepared(batch, seed_of(config.seed, step))
     refuse_padding(job.components.model, prepared, f"step {step}")
@@ -278,7 +282,10 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
 
 
 def looked_ahead(task: Task, attached: Attached, parts: Sequence[Batch]) -> tuple[Batch, ...]:
-    """Returns microbatches with what the task wants before the step of `attached`, the model or its reference."""
+    """Returns the microbatches with what `task.ahead` adds, computed without gradients by the model of `attached`.
+
+    `attached` is the reference if the run has one, else the trained model.
+    """
     with attached.inference(), evaluating(attached.model):
         return tuple(task.ahead(attached.model, part) for part in parts)
 
@@ -327,7 +334,10 @@ def forward_backward(task: Task, attached: Attached, share: Share, seed: int, st
 
 
 def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> float:
-    """Returns the L2 norm of all gradients, computed in float32; `known` has norms by parameter, all released ones."""
+    """Returns the L2 norm of all gradients, computed in float32.
+
+    `known` has norms by parameter, at least those of gradients that are released already.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None or parameter in known]
     norms = [known.get(parameter) for parameter in parameters]
     norms = [

@@ -99,7 +99,10 @@ class StepMeter:
 
 
 class MemoryMeter:
-    """Measures memory: of the GPU that needs most, and of the host that does; `peaks` of the whole run, by rank."""
+    """Measures the memory of the GPU that needs most, and of the host that needs most.
+
+    `peaks` has for each rank its largest values in the whole run, by metric.
+    """
 
     def __init__(self, job: Job):
         self._job = job
@@ -127,7 +130,10 @@ class MemoryMeter:
 
 
 def memory_of_rank(device: torch.device, counters: Counters, sharers: int) -> dict[str, float]:
-    """Returns GiB of this process: its device's peaks since the last call, and its part of the host's now."""
+    """Returns the memory of this process in GiB, by metric: its GPU's peaks since the last call, and host memory now.
+
+    Of memory that `sharers` processes share, it counts the part of one.
+    """
     memory = {
         "memory/vram_peak_gib": vram_peak_gib(device),
         "memory/vram_reserved_gib": vram_reserved_gib(device),

@@ -122,10 +122,19 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     ranks.check_model(components.model)
     base = None if adapter is None else base_of_run(config, checkpoint, weights)
     return PreparedRun(
-        components=components, plan=plan, dataset=dataset, evaluation=evaluation, samples=samples,
-        checkpoint=checkpoint, resumes_here=here, adapter=adapter, weights=weights, base=base,
-        reference=ReferenceOrigin.of(components, checkpoint, weights, base), source_sha256=source_sha256,
-    )  # fmt: skip
+        components=components,
+        plan=plan,
+        dataset=dataset,
+        evaluation=evaluation,
+        samples=samples,
+        checkpoint=checkpoint,
+        resumes_here=here,
+        adapter=adapter,
+        weights=weights,
+        base=base,
+        reference=ReferenceOrigin.of(components, checkpoint, weights, base),
+        source_sha256=source_sha256,
+    )
 
 
 def check_threads(config: DictConfig) -> None:
@@ -141,7 +150,10 @@ def check_threads(config: DictConfig) -> None:
 def weights_of_run(
     config: DictConfig, checkpoint: Checkpoint | None, adapter: RunAdapter | None
 ) -> ModelWeights | None:
-    """Finds the weights that fill model or base; None: checkpoint or seed do. Raises UserError if there are none."""
+    """Finds the weights that fill the model, or the base of its adapter; None: the checkpoint or the seed fills it.
+
+    Raises UserError if model.weights names none, or a checkpoint of a whole model cannot stay in its files.
+    """
     # A checkpoint of an adapter does not have the base.
     if config.model.weights is not None and (checkpoint is None or adapter is not None):
         return ModelWeights.find(config.model.weights)
@@ -154,7 +166,7 @@ def weights_of_run(
 
 
 def base_of_run(config: DictConfig, checkpoint: Checkpoint | None, weights: ModelWeights | None) -> BaseReference:
-    """Names the frozen base of an adapter by seed or hashes. Raises UserError if the checkpoint's is another."""
+    """Names the frozen base of an adapter by seed or hashes. Raises UserError if the checkpoint has another base."""
     with phase("hashing the frozen weights"):
         base = BaseReference.of(config.seed, weights)
     if checkpoint is not None:

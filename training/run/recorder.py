@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Turns the steps since the last logged one into one record, and writes it everywhere."""
+    """Makes one record of the steps since the last record, and writes it to metrics.jsonl, the console and wandb."""
 
     def __init__(self, job: Job):
         config, start = job.components.config, job.start
@@ -76,7 +76,7 @@ class Recorder:
         evaluation: Mapping[str, float],
         figures: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Waits for the device and writes the metrics since the last record, an evaluation and a task's `figures`."""
+        """Waits for the device; writes the metrics since the last record, of `evaluation`, and the task's `figures`."""
         steps, components = self._steps.metrics(), self._job.components
         record = {
             "train/step": step,
@@ -100,7 +100,7 @@ class Recorder:
             self._write(step, {"train/step": step, **evaluation})
 
     def record_sample(self, step: int, sample: Sample) -> None:
-        """Writes and shows a sample after `step`; call it before `record`. One that cannot be written is a warning."""
+        """Writes and shows a sample after `step`; call it before `record`. Warns if the disk refuses the sample."""
         self.sampled_step = step
         try:
             shown = sample.write(self._run_dir, step)
@@ -123,9 +123,16 @@ class Recorder:
         if self._samples is not None:
             self._samples.sync()
         job = self._job
-        digests = sha256_of(batch), digest_of_all(job.dataset)
-        ids = job.tracker.id, job.evaluation.sha256, job.source_sha256
-        state = RunState(step, self._skipped_steps, *digests, *ids, self._steps.units)
+        state = RunState(
+            step=step,
+            skipped_steps=self._skipped_steps,
+            batch_sha256=sha256_of(batch),
+            data_sha256=digest_of_all(job.dataset),
+            tracking_id=job.tracker.id,
+            eval_sha256=job.evaluation.sha256,
+            source_sha256=job.source_sha256,
+            units=self._steps.units,
+        )
         save_ms = job.checkpoints.save(state, required)
         if save_ms is not None:
             self._save_ms.append(save_ms)

@@ -57,7 +57,7 @@ class AttachedModels:
 def attached_models(
     components: Components, streams: Streams, sharers: Sharers = NO_SHARERS
 ) -> Iterator[AttachedModels]:
-    """Attaches the modes of the model and of its reference, whose buffers are filled. Raises MemoryError."""
+    """Attaches the modes of the model and of its reference model, whose buffers it fills. Raises MemoryError."""
     with attached(components, streams, sharers) as trained:
         if components.reference is None:
             yield AttachedModels(trained)
@@ -73,7 +73,10 @@ def attached_models(
 
 @dataclass(frozen=True)
 class ReferenceOrigin:
-    """The values of a reference: the files of `weights`, None: the seed. `base` names both by their contents."""
+    """Where the values of a reference come from: the files of `weights`, or the seed if this is None.
+
+    `base` names the files by their hashes, or the seed.
+    """
 
     weights: ModelWeights | None
     base: BaseReference

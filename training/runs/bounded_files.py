@@ -82,7 +82,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> dict[str, Any]:
-    """Parses a YAML mapping into dicts and lists of texts. Raises UnreadableError for others, and for aliases."""
+    """Parses a YAML mapping into dicts and lists of texts. Raises UnreadableError for other YAML, and for aliases."""
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)):
             raise UnreadableError("it has YAML aliases, which no configuration has")

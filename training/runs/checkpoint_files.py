@@ -1,6 +1,6 @@
 """The folders of checkpoints in a run's directory, the files of each, and their manifest.
 
-It has the size and SHA-256 of each file, written with them and verified later.
+A manifest has the size and the SHA-256 of each file. It is written with the files, which are verified by it later.
 """
 
 import hashlib
@@ -109,7 +109,7 @@ def manifest_text(files: Mapping[str, FileRecord]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Reads which files a checkpoint must have. Raises DamagedError for no manifest, or names that lead out of it."""
+    """Reads which files a checkpoint must have. Raises DamagedError for no manifest, or a path in place of a name."""
     path = folder / MANIFEST_FILE
     with damage_of(path):
         content = bounded_files.read_bytes(path)
@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     if not isinstance(files, dict) or not files:
         raise DamagedError(f"{path} lists no files")
     records = {name: _record(path, name, entry) for name, entry in files.items()}
-    # The manifest is in no list of hashes; its own text is known to the byte.
+    # The manifest has no hash of itself; its text must be, byte for byte, what these records give.
     if content != manifest_text(records).encode():
         raise DamagedError(f"{path} is not what was written: it has more, or in another form, than its list of files")
     return records
@@ -141,7 +141,7 @@ def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def side_by_side(functions: Sequence[Callable[[], T]], given_up: Event | None = None) -> list[T]:
-    """Returns the results of functions in THREADS threads; the first error sets `given_up`, and is raised then."""
+    """Calls functions in THREADS threads and returns their results; sets `given_up` and raises if one raises."""
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             return list(pool.map(lambda function: function(), functions))
@@ -158,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads a checkpoint's configuration, every value as text. Raises DamagedError if it is none."""
+    """Reads a checkpoint's configuration, every value as text. Raises DamagedError if the file is no configuration."""
     path = folder / CONFIG_FILE
     with damage_of(path):
         return bounded_files.read_yaml(path)

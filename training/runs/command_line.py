@@ -27,9 +27,9 @@ SEVERAL_OPTIONS = re.compile(r"\+{0,2}([\w/]+)(?:@[\w.]+)?=\[.*", re.DOTALL)
 def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments that Hydra is to get: the flags, then the overrides, with `repeat=` replaced.
 
-    A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make one named `~`.
-    Raises UserError for an unknown flag, words of a value without quotes, the directory of a run where options are
-    expected, a list of options, a home directory of no user, and a run that cannot be repeated.
+    A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make a folder `~`.
+    Raises UserError for an unknown flag, a value of several words without quotes, a run's directory given as a folder
+    of options, a list of options in place of one, `~NAME` if there is no user NAME, and a run that cannot be repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
@@ -90,10 +90,12 @@ def _home_expanded(override: str) -> str:
 
 
 def _left_to_the_jobs(overrides: Sequence[str]) -> list[str]:
-    """Lets the jobs of a sweep over options take the keys of these, as in `-m offload=layer_stream,none seed=1`.
+    """Returns the overrides of a sweep over options so that keys of these options reach only the jobs.
 
-    Hydra composes the sweep itself without the swept options, and would refuse `offload.slots=3` of the default one. A
-    sweep over a single value is left to the jobs, and what Hydra's parser refuses to Hydra.
+    Hydra also composes the configuration of the sweep itself, without the swept options: in
+    `-m offload=layer_stream,none offload.slots=3` it would refuse `offload.slots` of the default mode. So such an
+    override becomes a sweep over a single value. What Hydra's parser refuses is returned unchanged, and Hydra explains
+    it.
     """
     parser = OverridesParser.create()
     try:

@@ -29,7 +29,10 @@ SWITCHES = ("plan", "force", "trace")
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls a Hydra `main`. An error is one line, or a traceback if that is not enough, or for HYDRA_FULL_ERROR=1."""
+    """Calls a Hydra `main`. Prints an error as one line, or with a traceback if the user cannot fix the error.
+
+    HYDRA_FULL_ERROR=1 always gives a traceback.
+    """
     # Hydra's own version catches errors, prints several lines and exits; this one lets them reach the handler below.
     hydra._internal.utils.run_and_report = lambda function: function()
     try:

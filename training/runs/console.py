@@ -17,7 +17,7 @@ STREAMS = {"stdout": 1, "stderr": 2}
 
 
 class _Console(io.FileIO):
-    """Writes to a descriptor until that fails, and then, with all who share it, to `null`: no buffer above sees it."""
+    """Writes to a descriptor. If that fails, `null` replaces the descriptor for all who share it; no error shows."""
 
     def __init__(self, descriptor: int, null: int):
         super().__init__(descriptor, "w", closefd=False)
@@ -41,7 +41,10 @@ _consoles: dict[str, _Console] = {}
 
 
 def tolerate_failures() -> None:
-    """Lets this process outlive its console: what can no longer be written is dropped; a test's streams are left."""
+    """Lets this process outlive its console: output that can no longer be written is dropped.
+
+    Streams that a test has put in place of stdout and stderr are left as they are.
+    """
     while (null := os.open(os.devnull, os.O_RDWR)) <= max(STREAMS.values()):
         # The number of a closed stream. The next file to be opened would get it, and what libraries in C print.
         os.set_inheritable(null, True)
@@ -55,7 +58,7 @@ def tolerate_failures() -> None:
         with suppress(OSError):
             if stream.fileno() == descriptor:
                 console = _consoles[name] = _Console(descriptor, null)
-                # Under `python -u` Python itself would write through.
+                # Python's own stream writes at once under `python -u`; this one then writes each line at once.
                 lines = stream.line_buffering or stream.write_through
                 setattr(sys, name, _text(console, stream.encoding, line_buffering=lines))
 

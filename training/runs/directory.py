@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 class RunDirectory:
     """The directory of one run, which this process has locked.
 
-    It is `taken` once this run may write its files: without results of an earlier run from the start, so that a refused
-    run leaves its reason there, else from when nothing of the run can be refused any more.
+    It is `taken` once this run may write its files. A directory without results of an earlier run is taken from the
+    start, so that a refused run leaves its reason there. A directory with results is taken only when the run is not
+    refused.
     """
 
     def __init__(self, path: Path):
@@ -113,7 +114,7 @@ def refuse_folders_of_others(run_dir: Path) -> None:
 
 
 def refuse_program_folder(path: Path, own: str) -> None:
-    """Raises UserError if `path`, to write to, is this program's folder; `own` is the override for another."""
+    """Raises UserError if `path`, a folder to write to, is this program's; `own` is the override for another folder."""
     if path.resolve() == PROGRAM:
         raise UserError(f"{path}: the folder of this program: {OWN_PLACE}{own}")
 
@@ -154,12 +155,12 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def register_fresh() -> None:
-    """Makes `${fresh:PATH}` known to OmegaConf: a directory that it makes, once for a configuration and its copies."""
+    """Registers `${fresh:PATH}` with OmegaConf: the path of a new directory, the same in copies of a configuration."""
     OmegaConf.register_new_resolver("fresh", fresh_directory, use_cache=True, replace=True)
 
 
 def fresh_directory(path: str) -> str:
-    """Makes the directory `path`, or `path-2` and so on where that exists, and returns it; `path` where it cannot."""
+    """Makes the directory `path`, or `path-2` and so on if it exists; returns its path, or `path` if that fails."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         for number in count(1):

@@ -48,8 +48,9 @@ class Failure(NamedTuple):
 def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
     """Surrounds a run; ends the process after a failure, with a message, a non-zero status and a summary.json.
 
-    The log file gets the traceback too. Neither is written over results of an earlier run that this one has not taken.
-    SIGTERM, which schedulers send, ends a run as Ctrl-C does, and so does SIGHUP, which a closing terminal sends.
+    The traceback goes to the log file. In a directory with results of an earlier run, which this run has not `taken`,
+    neither file is written. SIGTERM, which schedulers send, and SIGHUP, which a closing terminal sends, end a run as
+    Ctrl-C does.
     """
     handled = Interruption().install()
     # A log line that a full disk refuses does not deserve a traceback of its own.
@@ -94,7 +95,10 @@ def refusals_reported() -> Iterator[None]:
 
 
 def print_failure(error: BaseException) -> int:
-    """Prints what `error` means to the user, with a traceback for HYDRA_FULL_ERROR=1; returns the exit status."""
+    """Prints what `error` means to the user, and returns the exit status.
+
+    It prints the traceback too if the user cannot fix the error, and for HYDRA_FULL_ERROR=1.
+    """
     failure = explain(error)
     sys.stdout.flush()
     if not failure.fixable or os.environ.get("HYDRA_FULL_ERROR") == "1":

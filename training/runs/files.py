@@ -54,7 +54,7 @@ WORKSPACE_FILE = "wandb_workspace.json"
 
 
 def home_expanded(key: str, path: str | Path) -> Path:
-    """Replaces a leading `~` or `~user` in `KEY=~/file`. Raises UserError naming `key` without such a home."""
+    """Replaces a leading `~` or `~user` by the home directory. Raises UserError, naming `key`, if there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -62,9 +62,10 @@ def home_expanded(key: str, path: str | Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Writes `content` to a temporary file that becomes `path`: readers see the old content or the new one.
+    """Writes `content` to a temporary file, which then replaces `path`: readers see the old content or the new one.
 
-    `durable`: after a power failure too. Raises OSError; then `path` is as it was, and the temporary file is gone.
+    With `durable` that holds after a power failure too. If it raises OSError, `path` is as it was before, and the
+    temporary file is removed.
     """
     partial = partial_path(path)
     # A leftover may be a pipe or a link, to which the content must not go.

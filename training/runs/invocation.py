@@ -17,7 +17,7 @@ from training.errors import UserError
 
 @dataclass(frozen=True)
 class Invocation:
-    """The directory of a run, its options by group, the overrides as given, and the keys that the experiment sweeps."""
+    """How a run was started: its directory, options by group, overrides, and the keys that its experiment sweeps."""
 
     run_dir: Path
     choices: Mapping[str, str | None]
@@ -51,13 +51,13 @@ class Invocation:
             raise UserError(f"{found}: add -m, or give {first}=VALUE for one run")
 
     def composed_with(self, changes: Mapping[str, str]) -> tuple[DictConfig, Self]:
-        """Composes the same command with `changes` of its overrides. Raises Hydra's and OmegaConf's errors."""
+        """Composes the same command, with `changes` in place of its overrides of these keys; raises as `composed`."""
         overrides = [each for each in self.overrides if _key(each) not in changes]
         return self.composed([*overrides, *(f"{key}={value}" for key, value in changes.items())], self.run_dir)
 
     @classmethod
     def composed(cls, overrides: Sequence[str], run_dir: Path = Path()) -> tuple[DictConfig, Self]:
-        """Composes the configuration of these overrides. Raises Hydra's and OmegaConf's errors."""
+        """Composes a configuration; returns it and its invocation. Raises Hydra's and OmegaConf's errors."""
         inside = GlobalHydra.instance().is_initialized()
         with nullcontext() if inside else initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("config", list(overrides), return_hydra_config=True)

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends records to `name` in `run_dir`, which must exist; a resumed run continues its file.
 
-    Records of steps behind `after_step` are dropped: the run makes them again; -1 drops that of an evaluation before
-    the first step too. Raises UserError if the file cannot be written, or has a line that is not a record.
+    Records of steps after `after_step` are dropped, because the run makes them again; -1 drops all, also the evaluation
+    before the first step. Raises UserError if the file cannot be written, or has a line that is not a record.
     """
 
     def __init__(self, run_dir: Path, after_step: int = -1, name: str = METRICS_FILE):
@@ -44,7 +44,7 @@ class MetricsWriter:
             os.fsync(file.fileno())
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends `record` as one line, at once. Raises UserError if the disk is full, and removes a part of a line."""
+        """Appends `record` as one line, at once. If the disk is full, removes a partial line and raises UserError."""
         line = (_to_json(record) + "\n").encode()
         # Unbuffered: one call writes the line, and closing the file does not try again.
         with _disk_errors(self._run_dir), open(self._path, "ab", buffering=0) as file:
@@ -55,7 +55,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads the records of a run, without an unfinished last line. Raises UserError for no file, or a damaged one."""
+    """Reads the records of a run, without an unfinished last line. Raises UserError for a missing or damaged file."""
     return list(stream_metrics(run_dir))
 
 

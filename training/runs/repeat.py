@@ -41,8 +41,9 @@ OPTION = re.compile(r"[\w-]+")
 def repeated(overrides: Sequence[str], more_options: str | None = None) -> list[str]:
     """Returns `overrides` with `repeat=DIR` replaced by the overrides that make the configuration of the run in DIR.
 
-    The others come last, so that they win; an option drops what the run had in its group. `more_options` is a directory
-    of options beside conf/. Raises UserError, beginning with `repeat=DIR`, for a run that cannot be repeated.
+    The other overrides come last, so that they win over the run's values; one that chooses an option replaces all that
+    the run had in this group. `more_options` is a directory of options beside conf/. Raises UserError, beginning with
+    `repeat=DIR`, for a run that cannot be repeated.
     """
     given = [text for text in overrides if text.startswith(f"{KEY}=")]
     if not given:
@@ -163,7 +164,11 @@ def _composed(prefix: str, choices: Mapping[str, str], replaced: set[str], more_
 def _changes(
     prefix: str, run_dir: Path, config: DictConfig, values: Mapping[str, Any], replaced: set[str]
 ) -> dict[str, Any]:
-    """Sets the run's values in `config`, references last, and returns what had to be set; `replaced` keys may fail."""
+    """Sets the run's `values` in `config` where they differ, and returns these by key.
+
+    Keys that refer to other keys are set last. Raises UserError, beginning with `prefix`, for a key that does not exist
+    any more or is refused, unless it is among those `replaced` on the command line.
+    """
     changes = {}
     for follows in (False, True):
         for key, value in values.items():

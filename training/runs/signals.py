@@ -26,7 +26,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Interruption:
-    """A handler that raises KeyboardInterrupt, and remembers that it did: code of libraries may swallow it."""
+    """A signal handler that raises KeyboardInterrupt, and remembers that it did, because libraries may swallow it."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -51,10 +51,11 @@ class Interruption:
 
 
 class StopRequest:
-    """While open, remembers Ctrl-C, SIGTERM and SIGHUP; a second one ends the run at once, as KeyboardInterrupt.
+    """While open, notes a Ctrl-C, SIGTERM or SIGHUP; a second one raises KeyboardInterrupt.
 
-    Signals within SAME_REQUEST_S are one request; ignored ones, as SIGHUP under nohup, stay so. In the first `after_s`
-    seconds a first signal ends the run at once, as it does outside; infinity changes nothing at all.
+    Signals within SAME_REQUEST_S seconds count as one. Signals that are ignored, as SIGHUP under nohup, stay ignored.
+    In the first `after_s` seconds the first signal raises KeyboardInterrupt at once; with infinity handlers stay as
+    they were.
     """
 
     def __init__(self, after_s: float):
@@ -124,7 +125,10 @@ def once_per_request(handler: Handler) -> Handler:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Makes Linux send this job `number` when its sweep's process ends, so that it saves; else does nothing."""
+    """Makes Linux send the signal `number` to this job when its sweep's process ends, so that the job saves itself.
+
+    It does nothing in a run that is no job of a sweep, and on other systems.
+    """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return

@@ -62,14 +62,18 @@ def interrupt_in_one_line() -> Iterator[None]:
 
 
 def end_soon() -> None:
-    """Spares the end of the process its garbage collections, two seconds with torch. Call it first, to come last."""
+    """Skips the garbage collections at the end of the process, which take two seconds with torch.
+
+    Call it before others register functions with atexit: the first one runs last.
+    """
     atexit.register(gc.freeze)
 
 
 def expand_segments() -> None:
-    """Makes segments of torch's allocator grow, here and in started processes, unless the user has configured it.
+    """Makes segments of torch's allocator expandable, here and in child processes, unless the user has configured it.
 
-    Tensors of many sizes leave pieces in fixed segments that no later one fits into. Call it before torch is imported.
+    In fixed segments, tensors of many sizes leave gaps that no later tensor fits into. Call it before torch is
+    imported.
     """
     if not any(os.environ.get(name) for name in (ALLOCATOR_VARIABLE, *OLDER_VARIABLES)):
         os.environ[ALLOCATOR_VARIABLE] = ALLOCATOR_SETTING
