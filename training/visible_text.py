@@ -7,11 +7,11 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 def visible(text: object) -> str:
-    r"""Returns `str(text)` with an escape such as `\x1b` in place of each character that acts instead of being seen.
+    r"""Returns `str(text)` with an escape such as `\x1b` in place of each character that is not printable.
 
-    Names of files, values and errors may hold anything: codes that a terminal obeys, line breaks, marks that reverse
-    letters, surrogates. The result is one line that can be encoded; bytes of names that are not UTF-8 are shown as
-    such.
+    Names of files, values and errors may have any characters: control codes, line breaks, marks that reverse the order
+    of letters, surrogates. The result is one line that can be encoded; bytes of names that are not UTF-8 are escaped
+    as bytes.
     """
     text = str(text)
     return text if text.isprintable() else "".join(map(_escaped, text))

@@ -263,7 +263,7 @@ def _write_file(path: Path, fill: Fill, given_up: Event) -> FileRecord:
 
 
 class Best:
-    """Finds the best checkpoint by `metric` in the records of the run, and keeps a link to it; None: there is none."""
+    """Finds the best checkpoint by `metric` in the run's records, and keeps a link to it; None: there is no best."""
 
     def __init__(self, metric: str | None, run_dir: Path):
         self.step: int | None = None
@@ -275,7 +275,7 @@ class Best:
         self._candidate: tuple[int, float] | None = None
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Takes the record of a step, a new one or one read from the run's file. Ignores that of no step at all."""
+        """Takes the record of a step, new or of an earlier part of the run; ignores one from before the first step."""
         value, step = record.get(self._metric), record["train/step"]
         # Of equal values the first stays the best; NaN and infinity never are.
         if value is None or not step or not math.isfinite(value) or self._sign * value <= self._value:

@@ -248,7 +248,7 @@ def _cause(step: int, records: Sequence[dict[str, Any]], reference: Sequence[dic
 
 
 def relative_difference(value: float, other: float) -> float:
-    """Returns |value - other| over the larger absolute value; 0 for two NaN, infinity if one alone is not finite."""
+    """Returns |value - other| over the larger absolute value: 0 if equal or both NaN, else infinity if not finite."""
     if value == other or (math.isnan(value) and math.isnan(other)):
         return 0.0
     if not (math.isfinite(value) and math.isfinite(other)):

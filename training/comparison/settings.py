@@ -48,7 +48,7 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
     The reference is a resident run with the same settings except the mode. A mode that recomputes is compared with a
     resident run that recomputes, if there is one. If no resident run has the same optimizer, one with the same update
     rule is taken. A resident run on several devices is compared with the resident run on the fewest devices, and so is
-    a run of another mode if no resident run has as many devices.
+    a run of another mode if no resident run has the same number of devices.
     """
     recompute = ("recompute",) if _recomputes_itself(values) else ()
     left_out = ("offload", *INCIDENTAL, *recompute)

@@ -36,7 +36,7 @@ def make_mode(config: DictConfig, key: str = "offload") -> Mode:
 
 
 def check_optimizer(config: DictConfig) -> None:
-    """Makes the optimizer of `config` for one parameter on the meta device. Raises UserError as `make_mode` does."""
+    """Checks the optimizer of `config` by making one for an empty parameter. Raises UserError as `make_mode` does."""
     # What is auto is chosen later; until then the class's defaults stand for it.
     known = OmegaConf.create({key: value for key, value in config.items() if value != AUTO})
     construct(known, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])

@@ -203,7 +203,7 @@ def values_of(folder: Path) -> dict[str, Any]:
 
 
 def token_in(values: dict[str, Any], name: str) -> str | None:
-    """Returns the text of the special token `name` in tokenizer_config.json's values: a string, or {"content": it}."""
+    """Returns the text of the special token `name` in `values_of`, where it is TEXT or {"content": TEXT}."""
     token = values.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

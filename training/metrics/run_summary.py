@@ -16,10 +16,10 @@ class RunSummary:
     """Sums up a run, one record after another, without keeping the records.
 
     Each statistic has the name of its metric. Peaks, and the first and last losses, are over all records. Medians of
-    times and rates, and means of transferred GiB, leave out the warm-up: `warmup_steps` steps after the beginning, and
-    after `start`, the step after which the run resumed; they allocate and compile. If no record lies behind the
-    warm-up, one that ends behind it counts. If a resumed run ends in its warm-up, the records from before `start`
-    count, chosen in the same way; if there are none, all records. A metric that no record has is left out.
+    times and rates, and means of transferred GiB, leave out the warm-up, which allocates and compiles: `warmup_steps`
+    steps from the first one on, and from `start` on, the step after which the run resumed. If no record begins after
+    the warm-up, one that ends after it counts. If a resumed run ends in its warm-up, the records before `start` count,
+    chosen in the same way; if there are none, all records. A metric that no record has is left out.
     """
 
     def __init__(self, warmup_steps: int, start: int = 0):

@@ -112,8 +112,7 @@ class Ranks:
     ) -> Mapping[nn.Parameter, Tensor]:
         """Replaces each gradient by its sum over all ranks, unless it is in `summed`: the mode has summed it already.
 
-        `norms` are the norms of gradients that are known, by parameter; returns those that are still right for the
-        sums.
+        Returns `norms`, the known norms by parameter, and with them those of the new sums.
         """
         return norms
 

@@ -30,7 +30,7 @@ def of_first(sharers: Sharers, number: float, what: str) -> float:
 
 @dataclass(frozen=True)
 class HostGroups:
-    """The ranks of this rank's host, and the groups that connect them. All hosts have as many ranks.
+    """The ranks of this rank's host, and the groups that connect them. All hosts have the same number of ranks.
 
     Attributes:
         host: the number of this host.
@@ -55,7 +55,7 @@ class HostGroups:
     ) -> Self:
         """Makes the groups of all ranks by `make_data` and `make_patient`; `hosts` has the host of each rank.
 
-        Raises UserError unless all hosts have as many ranks, and the ranks of a host follow each other.
+        Raises UserError unless all hosts have the same number of ranks, and the ranks of a host follow each other.
         """
         counts = Counter(hosts)
         count = counts[hosts[0]]

@@ -66,10 +66,10 @@ def export(
 ) -> list[str]:
     """Writes the model of a run, or of one of its checkpoints, to the folder `out`; returns the names of its files.
 
-    The folder is complete or not there. Weights have the dtypes of the run's model; those of a run with `ema` are its
-    averages. Of an adapter the folder has that alone in peft's form; with `merge` the model into which it is merged,
-    which is in host memory meanwhile. `overrides` change the run's configuration. Raises UserError for everything that
-    the user can fix.
+    The folder is complete or not there. Weights have the dtypes of the run's model; a run with `ema` exports its
+    averages. A run of an adapter exports the adapter alone, in peft's form; with `merge` the whole model with the
+    adapter merged, which then needs room in host memory. `overrides` change the run's configuration. Raises UserError
+    for everything that the user can fix.
     """
     run_dir, checkpoint = found(given)
     folder = home_expanded("OUT", out)
@@ -104,7 +104,10 @@ def export(
 
 
 def files_of(model: nn.Module, config: DictConfig, read: Read, max_shard_bytes: int) -> dict[str, Fill]:
-    """Returns what fills each file of `model` in its library's form. Raises UserError or ValueError for others."""
+    """Returns what fills each file of `model`, by name, in the form of its library.
+
+    Raises UserError for a model of no library, and ValueError for one that its library cannot store.
+    """
     if hasattr(model, "network"):
         from models.diffusion_files import diffusion_files, pipeline_of
 
@@ -143,10 +146,11 @@ def _of_adapter(
 
 
 def adapter_files(model: nn.Module, checkpoint: Path, ema: float | None = None) -> dict[str, Fill]:
-    """Returns what fills the files of the adapter of `model`, by name: a checkpoint has them in peft's form already.
+    """Returns what fills the files of the adapter of `model`, by name, in peft's form, which a checkpoint has already.
 
-    `model` may be on the meta device. One of diffusers has a file more, for diffusers and ComfyUI, and alpha is the
-    rank in all of its files. Warns of what these do not read. With `ema`, a decay, the values are averages.
+    `model` may be on the meta device. The adapter of a model of diffusers has one more file, for diffusers and ComfyUI,
+    and in all its files alpha is the rank. Warns of what these programs do not read. With `ema`, the decay of the run's
+    averages, the values are the averages.
     """
     averages = averages_in(checkpoint, ema)
     if not of_peft.is_of_diffusers(model):
@@ -164,7 +168,10 @@ def adapter_files(model: nn.Module, checkpoint: Path, ema: float | None = None) 
 
 
 def merged_model(components: Components, checkpoint: Path) -> tuple[nn.Module, Read]:
-    """Returns the base with its adapter merged, in host memory, and its reader. Raises UserError for another base."""
+    """Returns the base with the adapter merged, in host memory, and what reads its tensors by name.
+
+    Raises UserError if the base is not that of the checkpoint, or the adapter cannot be merged.
+    """
     with acquired(components.device) as streams, attached(components, streams) as attachment:
         model = attachment.model
         fill_buffers(model)
@@ -188,7 +195,10 @@ def _copy_of(path: Path) -> Fill:
 
 @contextmanager
 def reading(model: nn.Module, stored: dict[str, StoredTensor], checkpoint: Path) -> Iterator[Read]:
-    """Gives what reads a tensor of `model` by any name, a view of the mapped file in its dtype. Raises ValueError."""
+    """Gives a function that reads a stored tensor of `model` by any of its names, in the dtype that `model` has for it.
+
+    Raises ValueError if the stored tensors do not fit `model`.
+    """
     tensors = named_tensors(model)
     targets = match_tensors(tensors, stored, checkpoint)
     source_of = {id(tensor): source for source, tensor in targets.items()}
@@ -217,7 +227,10 @@ def _llama_files(
 
 
 def companions(config: DictConfig) -> tuple[dict[str, bytes], dict[str, Any], dict[str, Any]]:
-    """Returns files beside the weights, keys of config.json, and those of our Llama. Raises UserError for bad files."""
+    """Returns the files beside the weights, by name, and values for config.json: of any model, and of our own Llama.
+
+    Raises UserError for a file that cannot be read.
+    """
     origin = origin_of(config)
     files: dict[str, bytes] = {}
     tokenizer = None

@@ -38,7 +38,10 @@ from training.weights.source import source_digest
 
 
 def found(given: str) -> tuple[Path, Path | None]:
-    """Returns the directory of the run that `given` names, and the checkpoint if it does. Raises UserError for none."""
+    """Returns the directory of a run, and the checkpoint if `given` is the folder of one, else None.
+
+    Raises UserError if there is no such directory.
+    """
     path = home_expanded("RUN", given).absolute()
     if not path.is_dir():
         raise UserError(f"{given}: no such directory: give the directory of a run, or one of its checkpoints")
@@ -65,7 +68,7 @@ def configuration(run_dir: Path, overrides: list[str]) -> tuple[DictConfig, Invo
 
 
 def take_tokenizer(config: DictConfig, checkpoint: Path) -> None:
-    """Gives `config` the run's tokenizer, unless one was asked for. Raises UserError for a damaged checkpoint."""
+    """Replaces dataset.tokenizer=auto in `config` by the run's tokenizer. Raises UserError for a damaged checkpoint."""
     if config.dataset.get("tokenizer") != AUTO:
         return
     try:
@@ -78,7 +81,7 @@ def take_tokenizer(config: DictConfig, checkpoint: Path) -> None:
 
 
 def refuse_damage(checkpoint: Path, config: DictConfig) -> None:
-    """Raises UserError if saved weights, or the config.json of model.source, are not what they were."""
+    """Raises UserError if the checkpoint's weights, or the config.json of model.source, have changed since the save."""
     try:
         files = read_manifest(checkpoint)
         verify(checkpoint, {name: record for name, record in files.items() if name.startswith(MODEL_FILES)})
@@ -92,9 +95,10 @@ def refuse_damage(checkpoint: Path, config: DictConfig) -> None:
 
 
 def load_model(model: nn.Module, checkpoint: Path, config: DictConfig, device: torch.device) -> None:
-    """Copies a checkpoint's weights, or averages (`ema`), into the model of `config`, and below an adapter its base.
+    """Copies the weights of a checkpoint, or with `ema` their averages, into the model of `config`.
 
-    Initial values are computed on `device`. Raises ValueError for files that do not fit, UserError for another base.
+    The checkpoint of an adapter has no base: it is loaded or initialised again, by computations on `device`. Raises
+    ValueError for files that do not fit the model, and UserError if the base is not that of the checkpoint.
     """
     if has_adapter(config):
         weights = None if config.model.weights is None else ModelWeights.find(config.model.weights)

@@ -64,7 +64,10 @@ def _plugin_name(cluster: str) -> str:
 
 @dataclass
 class ClusterJob:
-    """A job on its host: it comes as a pickle and goes back with its outcome. It ends `early_s` before its limit."""
+    """A job on the host that the scheduler gives it: it arrives as a pickle, and its outcome goes back as one.
+
+    It is asked to end `early_s` seconds before its time limit.
+    """
 
     job: SweepJob
     command: list[str]
@@ -86,7 +89,10 @@ class ClusterJob:
 
 
 class ClusterLauncher(ProcessLauncher):
-    """Submits each job as one task on one host, which starts its ranks, with `gpus_per_node` or a GPU a device."""
+    """Submits each job to a scheduler, as one task on one host; the job starts its own ranks.
+
+    It asks for `gpus_per_node` GPUs, or as many as the job has devices.
+    """
 
     cluster = ""
     ends_jobs = False

@@ -1,6 +1,7 @@
 """One job of a sweep: its process, the limits of its time, how it ended, and its lines on the terminal.
 
-There one moves while it runs, and one stays when it has ended; a pipe gets this one alone. Its log has what it prints.
+The terminal shows one line with the progress while a job runs, and one with its result when it has ended; a pipe gets
+the second line alone. What the job itself prints goes to its log.
 """
 
 import os
@@ -33,7 +34,7 @@ NO_LIMIT_S = threading.TIMEOUT_MAX
 # Seconds that a job which was asked to end may take to save before it is killed: a checkpoint of 100 GiB takes minutes.
 GRACE_S = 300.0
 LOOK_S = 0.5
-# The end of a log in which the last logged step is looked for.
+# The last logged step is looked for in so many bytes at the end of a log.
 TAIL_BYTES = 8192
 STEP = re.compile(rb"^step +(\d+/\d+) .*?(ETA \S+)?$", re.MULTILINE)
 
@@ -42,11 +43,14 @@ STEP = re.compile(rb"^step +(\d+/\d+) .*?(ETA \S+)?$", re.MULTILINE)
 class SweepJob:
     """One job of a sweep, and how it ended.
 
-    After `timeout_min` minutes it is asked to save and end, and after `grace_s` seconds more it is killed. A negative
-    `exit_status` is the signal that ended its process, None a job that has not ended; `sent` are the signals of the
-    sweep. It is `queued` where a scheduler has it, which runs it whether the sweep's process does or not, and `refused`
-    where its directory has the results of an earlier run. What it prints is added to `log`; None: this process prints
-    it.
+    Attributes:
+        timeout_min: minutes after which the job is asked to save and end.
+        grace_s: seconds after that request until the job is killed.
+        exit_status: that of its process; minus the number of the signal that ended it; None: it has not ended.
+        sent: the signals that the sweep has sent to it.
+        queued: whether a scheduler has the job, and runs it even if the sweep's process ends.
+        refused: whether the job refused to run because its directory has results of an earlier run.
+        log: the file to which the output of the job is added; None: the output goes to that of this process.
     """
 
     number: int
@@ -81,7 +85,7 @@ class SweepJob:
     def run(self, command: Sequence[str], environment: Mapping[str, str], early_s: float = 0) -> None:
         """Runs the job's process to its end, and completes its summary.
 
-        It is asked to end `early_s` seconds before its time is over, but not in its first half. Raises
+        The job is asked to end `early_s` seconds before its time limit, but not in the first half of its time. Raises
         KeyboardInterrupt, once the job has ended, if the sweep is interrupted meanwhile.
         """
         earlier = _written(self.directory) if holds_results(self.directory) else None
@@ -207,7 +211,7 @@ def _written(directory: Path) -> list[tuple[int, int] | None]:
 
 
 def title_of(job: SweepJob, place: int, jobs: Sequence[SweepJob]) -> str:
-    """Names the one of `jobs` that is the `place`-th to run, by what tells it from the others."""
+    """Returns the title of `job`, which runs as number `place` of `jobs`: with the overrides that not all jobs have."""
     given = filter_overrides(job.overrides)
     own = [each for each in given if not all(each in other.overrides for other in jobs)]
     return visible(f"job {job.number} ({place} of {len(jobs)}): {' '.join(own or given)}")
@@ -221,7 +225,7 @@ def announce(title: str, job: SweepJob) -> None:
 
 @contextmanager
 def following(title: str, log: Path, stream: TextIO | None = None) -> Iterator[None]:
-    """Shows a job's title and last logged step, by what it adds to `log`, on a terminal until the block ends."""
+    """On a terminal, shows a job's title and the last step in its `log` until the block ends; elsewhere nothing."""
     stream = stream or sys.stdout
     if not stream.isatty():
         yield
@@ -247,7 +251,7 @@ def following(title: str, log: Path, stream: TextIO | None = None) -> Iterator[N
 
 
 def progress_in(log: Path, begin: int) -> str:
-    """Returns the last logged step in `log` behind its first `begin` bytes, with the time that is left."""
+    """Returns the last logged step in `log`, with the time left; its first `begin` bytes are of an earlier start."""
     try:
         with open(log, "rb") as file:
             size = file.seek(0, 2)

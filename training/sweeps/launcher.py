@@ -72,7 +72,8 @@ def register_launcher() -> None:
 class ProcessLauncher(Launcher):
     """Runs the jobs of a sweep one after another, each in a fresh Python process.
 
-    A job returns its summary.json, or None. Reading that of one that did not end well raises a UserError with all such.
+    The value that Hydra gets of a job is its summary.json, or None. To read the value of a job that failed raises
+    UserError, which names all failed jobs.
     """
 
     def __init__(self, timeout_min: float | None = None):
@@ -88,7 +89,7 @@ class ProcessLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs a job for each list of overrides. Ctrl-C or SIGTERM ends the process with exit status 130.
 
-        Raises UserError for a time limit that is none, and for resume=auto in the directory of another sweep.
+        Raises UserError for a time limit that is not above 0, and for resume=auto in the directory of another sweep.
         """
         setup_globals()
         self._check_options()
@@ -167,12 +168,15 @@ class ProcessLauncher(Launcher):
 
 
 def is_finished(job: SweepJob, config: DictConfig) -> bool:
-    """Tells whether an earlier sweep ran `job` to its end. Raises UserError for results of another configuration."""
+    """Tells whether `job` is done already, in an earlier start of this sweep.
+
+    Raises UserError if its directory has results of another configuration.
+    """
     if not holds_results(job.directory):
         return False
     try:
         changed = changed_values(config, read_config(job.directory))
-        # The job wrote down what it took.
+        # The earlier job has replaced these values by those that it chose.
         changed = {name: values for name, values in changed.items() if values[1] != SETTLED.get(name)}
     except OmegaConfBaseException:
         # A reference that leads nowhere. The job refuses it.
@@ -224,7 +228,7 @@ def _task_config(config: DictConfig) -> DictConfig:
 
 @contextmanager
 def signals_interrupt(*more: signal.Signals) -> Iterator[None]:
-    """Makes SIGTERM, SIGHUP and `more` end a sweep inside the block as Ctrl-C does: no job is left running."""
+    """Inside the block, makes SIGTERM, SIGHUP and `more` interrupt the sweep as Ctrl-C does: no job is left running."""
     handler = once_per_request(signal.default_int_handler)
     before = {number: signal.signal(number, handler) for number in (*signals_not_ignored(), *more)}
     try:

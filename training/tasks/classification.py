@@ -20,7 +20,7 @@ class Classification(Task):
     Args:
         label_smoothing: the share of the target that all classes share (Szegedy et al. 2016), in training alone.
 
-    Raises KnobError if a value is out of range.
+    Raises KnobError if `label_smoothing` is out of range.
     """
 
     unit = "images"

@@ -62,7 +62,10 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 def grid_of(images: Tensor) -> np.ndarray:
-    """Returns images uint8 [n, H, W, 1 or 3] in rows with grey lines, nearly square: uint8 [height, width, 3]."""
+    """Returns one picture of all images, in nearly as many rows as columns, with grey lines between them.
+
+    `images` are uint8 [n, H, W, 1 or 3]; the picture is uint8 [height, width, 3].
+    """
     count, height, width, _ = images.shape
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)

@@ -19,7 +19,10 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> Sample | None:
-        """Returns a sample of the model in eval(); None once `stopped`. Raises ValueError if that is not finite."""
+        """Returns a sample of the model, which is in eval(); None once `stopped`.
+
+        Raises ValueError if the model's output is not finite.
+        """
 
 
 class Task(ABC):
@@ -48,7 +51,7 @@ class Task(ABC):
         """Returns the loss of a microbatch, which is on the model's device: a scalar, the mean over its `weight`."""
 
     def prepared(self, batch: Batch, seed: int) -> Batch:
-        """Adds a step's random numbers (timesteps, noise) to a batch on the CPU: a pure function of its arguments."""
+        """Returns the batch, on the CPU, with a step's random numbers (timesteps, noise) added: a pure function."""
         return batch
 
     def ahead(self, model: nn.Module, batch: Batch) -> Batch:
@@ -62,9 +65,10 @@ class Task(ABC):
         return self.loss(model, batch), ()
 
     def weight(self, batch: Batch) -> int:
-        """Returns what a `prepared` batch, on the CPU, counts in the mean loss of a step; 0: not at all.
+        """Returns the weight of a `prepared` batch, on the CPU, in the mean loss of a step; 0: it counts nothing.
 
-        The labelled tokens of a dictionary whose `labels` have a dimension beside that of the examples; or examples.
+        It is the number of labelled tokens if `labels` in a dictionary have two dimensions or more, else the number of
+        examples.
         """
         labels = batch.get("labels") if isinstance(batch, dict) else None
         return examples_in(batch) if labels is None or labels.ndim < 2 else trained_tokens_in(labels)
@@ -90,7 +94,10 @@ class Task(ABC):
         return None
 
     def meta_batch(self, config: DictConfig, examples: int) -> Batch:
-        """Returns what `prepared` would, by the configuration alone, on the meta device. Raises UserError."""
+        """Returns a prepared batch of `examples` examples on the meta device, from the configuration without data.
+
+        Raises UserError if the dataset does not fit the task.
+        """
         dataset = get_class(config.dataset._target_)
         if not hasattr(dataset, "meta_batch"):
             raise UserError(
@@ -102,11 +109,15 @@ class Task(ABC):
         return self.prepared(batch, 0)
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
-        """Raises UserError if the model, on the meta device, does not fit task or configuration; plans ask it, too."""
+        """Raises UserError if the model, on the meta device, does not fit task or configuration. Plans call it, too."""
         return
 
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
-        """Takes over what the model's files ask of the task; returns choices and why, by key. Raises UserError."""
+        """Sets what the files of the model prescribe for the task, such as a scheduler.
+
+        Returns for each such key a line for the plan, with the value and the reason. Raises UserError for a file that
+        does not fit the task.
+        """
         return {}
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
@@ -128,7 +139,7 @@ def loss_to_train(task: Task, model: nn.Module, batch: Batch) -> Tensor:
 
 
 def loss_and_figures_to_train(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-    """Returns `task.loss_and_figures`. Raises UserError for a loss that depends on nothing that trains."""
+    """Returns `task.loss_and_figures`. Raises UserError if the loss depends on no parameter that trains."""
     loss, figures = task.loss_and_figures(model, batch)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(

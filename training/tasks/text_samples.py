@@ -106,7 +106,7 @@ def refuse_model(model: nn.Module, given: str) -> None:
 
 
 def tokenizer_of(config: DictConfig, given: str) -> Tokenizer:
-    """Returns the tokenizer of the dataset. Raises UserError, beginning with `given`, if that is no text."""
+    """Returns the tokenizer of the dataset. Raises UserError, beginning with `given`, for a dataset without text."""
     if "tokenizer" not in config.dataset:
         name = config.dataset._target_.rpartition(".")[2]
         raise UserError(f"{given}: {name} has no key dataset.tokenizer, so its tokens stand for no text")
@@ -120,7 +120,10 @@ def has_template(config: DictConfig, tokenizer: Tokenizer) -> bool:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    """Encodes the beginning of a document; an empty one that nothing begins is the end of another."""
+    """Returns the ids of `prompt` as the beginning of a document.
+
+    For an empty prompt, if the tokenizer has no token that begins a document, they are those that end the one before.
+    """
     (ids,) = tokenizer.encode_batch([prompt])
     return (*tokenizer.begin, *map(int, ids)) or tokenizer.end or (tokenizer.end_of_text_id,)
 
@@ -134,11 +137,11 @@ def continued(
     stopped: Callable[[], bool] = lambda: False,
     **drawing: Any,
 ) -> str | None:
-    """Returns the text of `prompt` and of the tokens that follow it; one of `stops` ends it before.
+    """Returns the text of the ids `prompt` and of the tokens that the model draws after them, up to one of `stops`.
 
-    `drawing` are arguments of `models.generation.generate`. The model is in eval() and without gradients. The text may
-    have any characters: make it visible before it is printed. Returns None once `stopped` returns True. Raises
-    ValueError if the model's logits are not finite.
+    `drawing` are arguments of `models.generation.generate`, such as the number of tokens. The model must be in eval(),
+    gradients off. The text may have any characters: make it visible before it is printed. Returns None once `stopped`
+    returns True. Raises ValueError if the model's logits are not finite.
     """
     ids = list(prompt)
     for token in generate(model, prompt, vocab_size=tokenizer.vocab_size, **drawing):

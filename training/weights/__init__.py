@@ -1,1 +1,1 @@
-"""The weights of a run: read `source` and `files` first (what the two keys lead to), then `filling`."""
+"""The weights of a run. Read `source` (model.source) and `files` (model.weights) first, then `filling`."""

@@ -38,7 +38,7 @@ def add_adapter(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> Non
 
 
 def warn_of_unused(model: nn.Module) -> None:
-    """Warns, after the first backward, of adapters without a gradient, beside weights that are read without a call."""
+    """Warns of adapters that got no gradient in the first backward, for example because their layer was not called."""
     unused = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
     ]
@@ -62,9 +62,10 @@ class RunAdapter:
 
     @classmethod
     def of(cls, config: DictConfig, model: nn.Module, starts: bool) -> Self | None:
-        """Returns the adapter of a run, None if it trains the whole model; without `starts` a checkpoint fills it.
+        """Returns the adapter of a run; None if the run trains the whole model.
 
-        Warns of parts of adapter.weights for other models. Raises UserError if they do not fit `model`.
+        Without `starts` the run resumes: a checkpoint fills the adapter, and adapter.weights is not read. Warns of
+        parts of adapter.weights that are for a text encoder. Raises UserError if the other parts do not fit `model`.
         """
         if not has_adapter(config):
             return None
@@ -80,7 +81,7 @@ class RunAdapter:
         return cls(config.seed, given, path)
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Fills the adapter of `model`, whose base is filled. Raises UserError for files or weights that do not fit."""
+        """Fills the adapter of `model`; its base must be filled before. Raises UserError for files that do not fit."""
         with phase("initialising the adapter"), as_user_error("adapter=dora: "):
             initialise_adapters(model, self.seed, device)
         if self.path is not None:

@@ -25,7 +25,7 @@ LLAMA_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "rope_theta", "rms_norm_eps", "tie_word_embeddings",
 )  # fmt: skip
-# Of a message.
+# The most keys that a message names.
 NAMED = 4
 # Values that our Llama has one of.
 FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
@@ -39,9 +39,10 @@ ENDS_WITHOUT_EFFECT = ("_token_id", "dropout", "dropout_prob", "pdrop", "layerdr
 
 
 def refuse_other_architecture(config: DictConfig, model: nn.Module) -> None:
-    """Raises UserError where the config.json beside `model.weights` describes another model than `model`.
+    """Raises UserError if the config.json beside `model.weights` describes another model than `model`.
 
-    It names the keys that differ, and the overrides that mend them. Of the Hub what is in the client's cache counts.
+    The message names the keys that differ, and overrides that make them equal. The config.json of a model on the Hub is
+    read only if it is in the client's cache.
     """
     given = config.model.weights
     if given is None or (folder := folder_of(KEY, given)) is None:
@@ -111,7 +112,10 @@ def _refuse_other_source(config: DictConfig, model: nn.Module, folder: Path) -> 
 
 
 def _of_transformers(config: DictConfig, folder: Path) -> tuple[dict[str, Any], str, Any] | None:
-    """Returns the values, source and overrides of the model whose weights are in `folder`; None: nothing tells."""
+    """Returns the values of the configuration of the model whose weights are in `folder`, its source and overrides.
+
+    Returns None if no file in `folder` tells them.
+    """
     source, overrides = str(folder), None
     if (folder / RUN_CONFIG_FILE).is_file():
         run = model_of_run(folder, f"{KEY}={folder}")

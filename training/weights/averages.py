@@ -83,7 +83,10 @@ class Averages:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Gives the model the averages for the block, and then its own bits from host memory; without updates."""
+        """Inside the block the model has the averages; afterwards it has its own weights again, equal in every bit.
+
+        They are kept in host memory meanwhile. The optimizer must make no update inside the block.
+        """
         own = {weight: weight.detach().to("cpu", copy=True) for weight in self._average_of}
         try:
             _write(self._average_of)
@@ -93,7 +96,10 @@ class Averages:
 
 
 def averages_in(checkpoint: Path, decay: float | None) -> dict[str, StoredTensor]:
-    """Returns where a checkpoint's averages are, by name; none without `decay`. Raises ValueError if there are none."""
+    """Returns the places of a checkpoint's averages in its files, by name; {} if `decay` is None.
+
+    Raises ValueError if `decay` is given and the checkpoint has no averages.
+    """
     if decay is None:
         return {}
     files = sorted(checkpoint.glob(f"{EMA_STEM}*.safetensors"))

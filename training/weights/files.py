@@ -37,7 +37,10 @@ def part_of(names: Iterable[str]) -> str | None:
 
 
 def weight_files_in(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a model's folder, or of its part in a pipeline's. Raises ValueError."""
+    """Returns the safetensors files of a model in a folder, or of the model in a pipeline's folder; [] for none.
+
+    Raises ValueError for a damaged index.
+    """
     own = folder / part_in(folder)
     for stem in STEMS:
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
@@ -79,7 +82,8 @@ def _wanted(part: str) -> tuple[list[str], list[str]]:
 class ModelWeights:
     """The value of `model.weights`: a local file or folder, or the name of a model on the Hugging Face Hub.
 
-    It keeps the Hub client's `cache`, which a dataset may change, and the one of PARTS that has the weights.
+    `cache` is the Hub client's cache when the weights were found: a dataset may set another one later. `part` is the
+    one of PARTS, the folders of a pipeline, that has the weights.
     """
 
     given: str
@@ -89,7 +93,7 @@ class ModelWeights:
 
     @classmethod
     def find(cls, given: str, *, ask: bool = True) -> Self:
-        """Finds the weights, and does not read them; `ask` False asks no Hub. Raises UserError if there are none."""
+        """Finds the weights without reading them; with `ask` False without the network. Raises UserError for none."""
         path = home_expanded(KEY, given)
         if path.exists():
             refuse_run(KEY, given, path)
@@ -99,7 +103,7 @@ class ModelWeights:
                     f"{KEY}={given}: has an adapter and no model: give it as {_as_adapter(path, given)}, and its base"
                     f" as {KEY}"
                 )
-            # Its other files are safetensors too.
+            # A checkpoint of a run has other safetensors files, which must not be taken for the model.
             of_run = (path / MANIFEST_FILE).is_file() and (path / STATE_FILE).is_file()
             if of_run and not any(path.glob(f"{WEIGHTS_STEM}*")):
                 raise UserError(

@@ -33,8 +33,8 @@ def fill_buffers(model: nn.Module) -> None:
 def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
     """Fills the parameters where the mode has placed them: from `weights`, or as a function of the seed.
 
-    Of a model with adapters it fills the base. Those in their files (`offload.source=mapped`) have their values.
-    Raises UserError if the weights do not fit, or a parameter has no initial value.
+    Of a model with adapters it fills the base. Parameters that stay in their files (`offload.source=mapped`) have their
+    values already. Raises UserError if the weights do not fit, or a parameter has no initial value.
     """
     if weights is None:
         refused = as_user_error("model: ", after=": give model.weights=PATH")
@@ -58,7 +58,10 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
 
 
 def load(model: nn.Module, path: Path) -> None:
-    """Copies weights of a checkpoint or a library into the model. Raises ValueError or FileNotFoundError."""
+    """Copies weights of a checkpoint, or of the model's library, into the model.
+
+    Raises ValueError for files that do not fit, and FileNotFoundError.
+    """
     by_library = None if has_own_names(model, path) else getattr(model, "load", None)
     if by_library is None:
         load_weights(model, path)

@@ -25,7 +25,10 @@ def is_mapped(config: DictConfig) -> bool:
 
 
 def mapped_spans(config: DictConfig, model: nn.Module) -> dict[Tensor, list[FileSpan]] | None:
-    """Returns where the weights of `model` are in files; None for a run that reads none there. Raises UserError."""
+    """Returns the places in files of the weights of `model` that stay there; None unless offload.source=mapped.
+
+    Raises UserError if no frozen weight can be read from a file.
+    """
     if not is_mapped(config):
         return None
     places = _places(config, model)

@@ -1,7 +1,7 @@
-"""What a model came with: its tokenizer (dataset.tokenizer=auto; others are refused), config.json, ends of texts.
+"""What comes with a model's weights: the tokenizer (dataset.tokenizer=auto), config.json, and the ids that end a text.
 
-Ids mean something to a model by the tokens that it was trained on. So weights bring their tokenizer, and bytes are for
-models that begin from the seed.
+A model knows an id only as the token that it was trained on. So loaded weights need their own tokenizer, and another
+one is refused; a model that begins from the seed may have the tokenizer of bytes.
 """
 
 from collections.abc import Mapping
@@ -43,10 +43,11 @@ class OwnTokenizer:
 
 
 def own_tokenizer(model: DictConfig) -> OwnTokenizer | None:
-    """Returns the tokenizer of the model that `model`, whose weights are settled, describes; None if nothing has one.
+    """Returns the tokenizer that comes with the model described by `model`; None if there is none.
 
-    That is the one of the weights (of a checkpoint that of its run), else of model.source. One of the Hub is named
-    without a look, unless it is in the client's cache.
+    `model.weights` must not be auto any more. The tokenizer is the one beside the weights, for a checkpoint that of its
+    run, else the one of model.source. For a name on the Hub it is that name; whether the Hub has a tokenizer is not
+    checked.
     """
     if model.weights is not None and (found := _of_place(WEIGHTS, model.weights)) is not None:
         return found
@@ -55,7 +56,7 @@ def own_tokenizer(model: DictConfig) -> OwnTokenizer | None:
 
 
 def settled_tokenizer(config: DictConfig) -> str | None:
-    """Returns what dataset.tokenizer=auto is; None: bytes. Raises UserError for weights of which nothing tells."""
+    """Returns the value for dataset.tokenizer=auto; None: bytes. Raises UserError for weights without a tokenizer."""
     weights = config.model.weights
     if weights is not None:
         # What is wrong with the weights is said first.
@@ -70,9 +71,9 @@ def settled_tokenizer(config: DictConfig) -> str | None:
 
 
 def refuse_foreign_tokenizer(config: DictConfig, download: bool = False) -> None:
-    """Raises UserError, naming an id, for a dataset with ids that the loaded model was not trained on.
+    """Raises UserError, naming an id, if the dataset's tokenizer has an id for another token than the model's own has.
 
-    Tokenizers that are on the Hub are looked at where they are in the client's cache, or with `download`.
+    Tokenizers on the Hub that are not in the client's cache are compared only with `download`.
     """
     if "tokenizer" not in config.dataset or config.model.weights is None:
         return
@@ -150,9 +151,10 @@ def _place(given: str | None) -> str | None:
 
 
 def origin_of(config: DictConfig) -> Path | None:
-    """Returns the local folder with the config.json of the model whose ids the run of `config` has.
+    """Returns the local folder with the config.json of the model whose token ids the run of `config` uses.
 
-    That of the weights, else of the source; of a checkpoint that of its run. None for ids of its own, and for no files.
+    It is the folder of the weights, for a checkpoint that of the weights that its run began from, else the folder of
+    model.source. Returns None if the run has ids of its own, and if there is no such local folder.
     """
     if config.model.weights is None and not brought_tokenizer(config):
         return None
@@ -168,14 +170,14 @@ def values_in(folder: Path | None, name: str = CONFIG_FILE) -> dict[str, Any]:
 
 
 def ends_of(folder: Path | None) -> tuple[int, ...]:
-    """Returns the ids that end a text by the generation_config.json and the config.json in `folder`."""
+    """Returns the ids that end a text, by generation_config.json and config.json in `folder`; () for no files."""
     found = [values_in(folder, name).get("eos_token_id") for name in (GENERATION_FILE, CONFIG_FILE)]
     ids = [number for entry in found for number in (entry if isinstance(entry, list) else [entry])]
     return tuple(dict.fromkeys(number for number in ids if isinstance(number, int)))
 
 
 def stops_of(config: DictConfig, tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the ids at which a text of the run's model ends: those of its tokenizer, and those it came with."""
+    """Returns the ids that end a text of the run's model: by its tokenizer, and by the configuration it came with."""
     return tokenizer.stops | set(ends_of(origin_of(config)))
 
 
@@ -192,7 +194,10 @@ def _origin(model: Mapping[str, Any]) -> Path | None:
 
 
 def folder_of(key: str, given: str) -> Path | None:
-    """Returns the local folder that a value of `key` leads to, that of a file, or of a model in the Hub's cache."""
+    """Returns the local folder that `given`, a value of `key`, names: a folder, or that of a file or a Hub name.
+
+    Returns None for what is neither here nor in the Hub client's cache.
+    """
     path = home_expanded(key, given)
     if path.exists():
         return path if path.is_dir() else path.parent
@@ -204,6 +209,6 @@ def model_of_run(folder: Path, given: str) -> dict[str, Any]:
     """Returns the `model` of the run whose checkpoint is in `folder`. Raises UserError, which begins with `given`."""
     with as_user_error(f"{given}: ", DamagedError, after=": give another checkpoint"):
         read_config(folder)
-    # It was found to be plain; here values have their types.
+    # `read_config` has found it harmless, with texts for values; read again, the values have their types.
     model = yaml.safe_load((folder / RUN_CONFIG_FILE).read_text()).get("model")
     return model if isinstance(model, dict) else {}

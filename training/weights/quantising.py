@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def quantise_blocks(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> None:
-    """Makes the matrices of `dtype` in the blocks of `model`, on the meta device, quantised ones, where asked for.
+    """Replaces the matrices in the blocks of `model`, on the meta device, by quantised ones, as config.quantize says.
 
-    What a library keeps in float32 beside bf16 stays so. Raises UserError for no layer, or a missing package.
+    Only matrices of `dtype` are replaced: what a library keeps in float32 stays in float32. Raises UserError if no
+    layer is chosen, nothing is left to train, or a package is missing.
     """
     if not quantises(config):
         return
@@ -50,7 +51,10 @@ def quantise_blocks(model: nn.Module, config: DictConfig, dtype: torch.dtype) ->
 
 @contextmanager
 def quantised_from_cache(model: nn.Module, config: DictConfig, path: Path) -> Iterator[None]:
-    """Surrounds loading: what the file beside `path` has is not quantised again; or writes it. Raises UserError."""
+    """Surrounds loading. With quantize.cache, reads the quantised weights from the cache file beside `path`.
+
+    If there is no such file yet, writes it after the block. Raises UserError for a file that does not fit.
+    """
     cache = cache_of(model, config, path)
     if cache is None:
         yield

@@ -21,10 +21,10 @@ SCHEDULER_FILES = [PIPELINE_FILE, f"scheduler/{SCHEDULER_FILE}"]
 
 
 def local_source(given: str) -> str:
-    """Returns what the builders of models take: `given`, or the folder with the configuration of a model on the Hub.
+    """Returns model.source as builders of models take it: for a name on the Hub the local folder of its config.json.
 
-    That is downloaded unless it is in the client's cache. Raises UserError for a name that the Hub does not know, and
-    if it cannot be reached.
+    The folder is downloaded unless it is in the client's cache. What is no name on the Hub is returned as it is. Raises
+    UserError for a name that the Hub does not know, and if the Hub cannot be reached.
     """
     if not given:
         raise UserError(f"{KEY}=: give a model type, a class or a folder, or the name of a model on the Hub")
@@ -47,7 +47,7 @@ def local_source(given: str) -> str:
 
 
 def source_digest(model: DictConfig) -> str | None:
-    """Returns the SHA-256 of the config.json of model.source; None: an architecture's name, or no library makes it."""
+    """Returns the SHA-256 of the config.json of model.source; None if the model has no source, or one without files."""
     if "source" not in model:
         return None
     folder = Path(local_source(model.source))
@@ -56,10 +56,10 @@ def source_digest(model: DictConfig) -> str | None:
 
 
 def scheduler_of(model: DictConfig) -> Path | None:
-    """Returns the scheduler_config.json of the pipeline of `model.weights`, else that of `model.source`; None: neither.
+    """Returns the scheduler_config.json in the pipeline of `model.weights`, else of `model.source`; None for neither.
 
-    That of the Hub is downloaded, with the pipeline's configuration, unless it is in the cache. Raises UserError for an
-    unknown name, or without the Hub.
+    The file of a pipeline on the Hub is downloaded, with the pipeline's configuration, unless it is in the client's
+    cache. Raises UserError for a name that the Hub does not know, and if the Hub cannot be reached.
     """
     for name in ("weights", "source"):
         given = model.get(name)
@@ -69,7 +69,7 @@ def scheduler_of(model: DictConfig) -> Path | None:
         if not path.exists() and hub is not None:
             path = hub.cached_folder(SCHEDULER_FILES)
             if path is None:
-                # Which explains a name that the Hub does not know.
+                # Raises a UserError that explains a name which the Hub does not know.
                 hub.files(f"model.{name}")
             if path is None or scheduler_file(path) is None:
                 path = hub.folder(f"model.{name}", SCHEDULER_FILES)
@@ -98,7 +98,10 @@ def scheduler_given(given: str | None, model: DictConfig) -> Path | None:
 
 
 def weights_of_source(model: DictConfig) -> str | None:
-    """Returns the `model.weights` of `auto`: the source's, or None for an architecture's. Raises UserError."""
+    """Returns the value for model.weights=auto: model.source if it has weights, None if it names an architecture.
+
+    Raises UserError for a folder with a damaged index.
+    """
     path = home_expanded(KEY, model.source)
     if path.is_dir():
         with as_user_error(f"{KEY}={model.source}: ", after=", or give model.weights=null"):
