@@ -133,7 +133,7 @@ def _ltx(network: nn.Module, latents: Tensor, times: Tensor, given: Conditions) 
         num_frames=frames,
         height=height,
         width=width,
-        # 25 frames a second; a latent stands for 8 frames of 32 x 32 pixels.
+        # As diffusers' pipeline: 25 frames a second; a latent stands for 8 frames of 32 x 32 pixels.
         rope_interpolation_scale=(8 / 25, 32, 32),
         **{TEXT_MASK: None, **given},
         return_dict=False,

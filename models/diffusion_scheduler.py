@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     TrainingScheduler = DDPMScheduler | FlowMatchEulerDiscreteScheduler
 
-# Most models were trained on the numbers of 1000 steps.
+# The number of steps on which most models were trained, which a network knows as 0 to 999.
 STEPS = 1000
 EPSILON, SAMPLE, V_PREDICTION = PREDICTIONS = ("epsilon", "sample", "v_prediction")
 ADVICE = "download it again"

@@ -19,8 +19,8 @@ ARROW = {"arrowstyle": "-", "linewidth": 0.6, "zorder": 2.5, "shrinkA": 0, "shri
 def place_labels(axes: Axes, labels: Sequence[Annotation], boxes: Sequence[numpy.ndarray], line: numpy.ndarray) -> None:
     """Moves each label beside the point that it annotates, to which its arrow leads.
 
-    It covers none of `boxes` (x0, y0, x1, y1 in pixels), no `line` through points of the data, no label and no arrow,
-    or where the axes have no such place as few as possible.
+    A label covers none of `boxes` (x0, y0, x1, y1 in pixels), not the `line` through points of the data, and no other
+    label or arrow. If the axes have no such place, it covers as few of these as possible.
     """
     taken = [*boxes, *_dots(axes.transData.transform(line))]
     for label in labels:

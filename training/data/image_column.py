@@ -120,7 +120,7 @@ class ImageColumn(HubStream):
     def _batch_of(self, examples: list[tuple[dict[str, Any], tuple[int, ...] | None]]) -> dict[str, Tensor]:
         squares = []
         for row, variation in examples:
-            # A picture in a column has no name; its hash finds it.
+            # A picture in a column has no name; by its hash the user can find it.
             name = f"of {self._name} with SHA-256 {hashlib.sha256(row['image']).hexdigest()}"
             squares.append(self._square.of(decoded(row["image"], name, self._ground), variation))
         batch = {"images": as_images(squares)}

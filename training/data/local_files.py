@@ -230,7 +230,7 @@ def import_datasets() -> ModuleType:
     # By default each load_dataset, even of a local file, sends a request to a server that counts downloads.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.disable_progress_bars()
-    # Its file readers log the errors that they also raise.
+    # The library's file readers log the errors that they also raise.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     return datasets
 
@@ -248,7 +248,7 @@ def stdlib_files() -> list[Path]:
 def read_stdlib() -> Iterator[tuple[str, bool]]:
     """Yields each source file of the standard library in UTF-8 as one document. Raises UserError where there are none.
 
-    Not by the `datasets` library: importing it and listing so many files would take a second of every run.
+    It does not use the `datasets` library: importing it and listing so many files would take a second of every run.
     """
     files = stdlib_files()
     if not files:
@@ -265,7 +265,7 @@ def read_stdlib() -> Iterator[tuple[str, bool]]:
             raise UserError(
                 f"dataset=stdlib: {file} cannot be read ({error.strerror}); use dataset=text dataset.files=PATH"
             ) from error
-        # A source with this character quotes text that was decoded badly.
+        # A source file with this character quotes text that was decoded with the wrong encoding.
         if text and "\N{REPLACEMENT CHARACTER}" not in text:
             yield text, True
 

@@ -80,7 +80,7 @@ class ClusterJob:
         resumes = any(override.lstrip("+").startswith("resume=") for override in command)
         if int(os.environ.get("SLURM_RESTART_COUNT", 0)) and not resumes:
             command = [*command, "resume=auto"]
-        # SIGUSR2 is what submitit has schedulers send before they end a job.
+        # Under submitit, schedulers send SIGUSR2 before they end a job.
         with suppress(KeyboardInterrupt), signals_interrupt(signal.SIGUSR2):
             self.job.run(command, job_environment(self.group), self.early_s)
         if self.job.exit_status is None:
