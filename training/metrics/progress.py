@@ -54,8 +54,13 @@ class Progress:
         self._redirect = ExitStack()
         if self._stream.isatty():
             form = "training {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}"
-            where = {"file": self._stream, "dynamic_ncols": True}
-            self._bar = tqdm(total=total_steps, initial=initial_step, bar_format=form, **where)
+            self._bar = tqdm(
+                total=total_steps,
+                initial=initial_step,
+                bar_format=form,
+                file=self._stream,
+                dynamic_ncols=True,
+            )
             # Log lines go above the bar rather than through it.
             self._redirect.enter_context(_lines_above_bars())
 

@@ -109,8 +109,15 @@ class Followers:
         """Returns the store by which ranks find each other, once all have started. Raises UserError if one does not."""
         from torch.distributed import TCPStore
 
-        master = {"is_master": True, "wait_for_workers": False, "master_listen_fd": self._listener.detach()}
-        self._store = TCPStore(HOST, self._port, self._count, timeout=timedelta(seconds=START_S), **master)
+        self._store = TCPStore(
+            HOST,
+            self._port,
+            self._count,
+            is_master=True,
+            timeout=timedelta(seconds=START_S),
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+        )
         deadline = time.monotonic() + START_S
         for rank in self._processes:
             while not self._store.check([f"ready{rank}"]):

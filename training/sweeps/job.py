@@ -98,8 +98,14 @@ class SweepJob:
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
             with nullcontext() if self.log is None else open(self.log, "ab") as log:
-                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                process = subprocess.Popen(command, env={**environment, **self.environment}, process_group=0, **streams)
+                process = subprocess.Popen(
+                    command,
+                    env={**environment, **self.environment},
+                    process_group=0,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
         except OSError as error:
             self.exit_status = FAILED
             self.summary = {"reason": f"its process could not be started ({error.strerror})"}
