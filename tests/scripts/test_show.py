@@ -63,5 +63,5 @@ def test_mistakes_are_told_in_one_line(arguments: tuple[str, ...], message: str,
     assert called(monkeypatch, show, *arguments) != 0
 
     error = capsys.readouterr().err
-    assert message in error
+    assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1

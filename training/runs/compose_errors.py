@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 
 import hydra._internal.utils
-from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
@@ -64,6 +64,9 @@ def _refused_directory(error: BaseException) -> UserError | None:
 
 def is_refusal(error: BaseException) -> bool:
     """Tells whether `error` means that a configuration cannot be composed as it is written."""
+    if isinstance(error, InstantiationException) and isinstance(error.__cause__, UserError):
+        # What a class that an option names told the user.
+        return False
     if isinstance(error, CompactHydraException | YAMLError):
         return True
     # Hydra crashes if a number, null, or a list with null is given in place of an option's name.

@@ -66,8 +66,8 @@ class Renderer:
         self.template = Template(tokenizer, template)
         self._train_on = train_on
         self._warned = False
-        # The roles of which one message was looked for in its text.
-        self._roles: set[str] = set()
+        # The kinds of messages and calls of which one was looked for in its text.
+        self._looked_for: set[str] = set()
         # The keys of messages that a template was seen to leave out.
         self._left_out: set[str] = set()
 
@@ -162,26 +162,33 @@ class Renderer:
         return start
 
     def _warn_of_unwritten(self, conversation: Conversation, text: str) -> None:
-        """Warns, once for each role, where the text is the same without the message: many templates skip others."""
+        """Warns, once for each kind, where the text is the same without a message or its calls: many skip some."""
         for place, message in enumerate(conversation.messages):
-            role = message["role"]
-            if role in self._roles or not message.get("content"):
-                continue
-            self._roles.add(role)
-            others = [*conversation.messages[:place], *conversation.messages[place + 1 :]]
-            try:
-                without, _ = self.template.render(replace(conversation, messages=others))
-            except UserError:
-                # It minds that the message is missing.
-                continue
-            if without == text:
-                logger.warning(
-                    "%s: message %d: the template writes nothing of a message of the role %r: give the messages roles"
-                    " that it knows, or another dataset.template",
-                    conversation.where,
-                    place + 1,
-                    role,
-                )
+            kinds, content = [], message.get("content")
+            if content:
+                role = f"a message of the role {message['role']!r}"
+                kinds.append((role, [], "give the messages roles that it knows, or"))
+            if message.get("tool_calls"):
+                kind = f"the tool_calls of a message {'with' if content else 'without'} content"
+                kinds.append((kind, [{**message, "tool_calls": None}], "give"))
+            for kind, rest, advice in kinds:
+                if kind in self._looked_for:
+                    continue
+                self._looked_for.add(kind)
+                others = [*conversation.messages[:place], *rest, *conversation.messages[place + 1 :]]
+                try:
+                    without, _ = self.template.render(replace(conversation, messages=others))
+                except UserError:
+                    # It minds that this is missing.
+                    continue
+                if without == text:
+                    logger.warning(
+                        "%s: message %d: the template writes nothing of %s: %s another dataset.template",
+                        conversation.where,
+                        place + 1,
+                        kind,
+                        advice,
+                    )
 
     def _warn_of_left_out(self, conversation: Conversation, text: str, turns: Sequence[int]) -> None:
         """Warns, once for each key, where a turn that is trained on is not wholly in the text: its reasoning, say."""

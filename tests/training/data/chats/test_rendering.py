@@ -171,6 +171,27 @@ def test_a_role_that_the_template_skips_is_told_once(caplog) -> None:
     )
 
 
+def test_calls_that_the_template_skips_are_told_once_for_turns_with_content_and_without(caplog) -> None:
+    """As LFM2, which never writes calls, and DeepSeek R1, which writes those of turns without content."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    turns = [{"role": "assistant", "content": content, "tool_calls": calls} for content in (None, "I add")] * 2
+    conversation = Conversation([USER, *turns], where="row 1")
+    some = QWEN2.replace("message.content", "(message.content or message.tool_calls | tojson)")
+    every = QWEN2.replace("message.content", "(message.content or '') + (message.tool_calls or []) | tojson")
+    told = []
+    for template in (QWEN2.replace("message.content", "(message.content or '')"), some, every):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            Renderer(chat_tokenizer(template), train_on="all").text(conversation)
+        told.append([record.getMessage() for record in caplog.records])
+    without, beside = (
+        f"row 1: message {number}: the template writes nothing of the tool_calls of a message {which} content: give"
+        " another dataset.template"
+        for number, which in ((2, "without"), (3, "with"))
+    )
+    assert told == [[without, beside], [beside], []]
+
+
 @pytest.mark.parametrize(
     ("turn", "key"),
     [
