@@ -16,9 +16,8 @@ from torch import Tensor
 from training.data.chats.chat import OfMessages
 from training.data.chats.conversations import Columns, Conversation, Message, conversation_with, messages_of
 from training.data.chats.reading import Rows
-from training.data.chats.rendering import Sample
+from training.data.chats.rendering import Renderer, Sample
 from training.data.chats.rows import PairRows, meta_batch
-from training.data.chats.templates import Template
 from training.errors import UserError
 
 COLUMNS = ("chosen", "rejected")
@@ -56,7 +55,7 @@ class Preferences(OfMessages):
 
     def _rendered(self, rows: Rows) -> Iterator[tuple[Sample, Sample]]:
         pairs = (pair_of(row, self._columns, place) for place, row in rows)
-        return pair_samples(pairs, Template(self._tokenizer, self._template))
+        return pair_samples(pairs, Renderer(self._tokenizer, self._template, "all"))
 
     def _rows_of(self, numbers: np.ndarray) -> PairRows:
         return PairRows(self._tokens, numbers, **self._sizes)
@@ -116,25 +115,26 @@ def _check_prompt(prompt: Any, shared: Sequence[Message], where: str) -> None:
         )
 
 
-def pair_samples(pairs: Iterable[Pair], template: Template) -> Iterator[tuple[Sample, Sample]]:
+def pair_samples(pairs: Iterable[Pair], renderer: Renderer) -> Iterator[tuple[Sample, Sample]]:
     """Yields for each pair two samples: its prompt with the chosen answer, and with the rejected answer.
 
     The answers are trained on. Both begin at the same token, the first that differs between the prompt and either
     sample: a template may write a prompt differently before an answer, and a token may join the prompt's end and the
     answer.
     """
-    encodings = template.encoded((pair.chosen.where, text, None) for pair in pairs for text in _texts(pair, template))
+    texts = ((pair.chosen.where, text, None) for pair in pairs for text in _texts(pair, renderer))
+    encodings = renderer.template.encoded(texts)
     ids = (np.array(encoding.ids, dtype=np.uint32) for encoding, _ in encodings)
     for prompt, chosen, rejected in zip(ids, ids, ids, strict=True):
         start = min(_common(prompt, chosen), _common(prompt, rejected))
         yield tuple(Sample(answer, np.arange(len(answer)) >= start) for answer in (chosen, rejected))
 
 
-def _texts(pair: Pair, template: Template) -> Iterator[str]:
+def _texts(pair: Pair, renderer: Renderer) -> Iterator[str]:
     """Yields the texts of the prompt with what begins an answer, and of the two conversations."""
-    yield template.render(pair.chosen, pair.chosen.prompt, prompting=True)[0]
-    yield template.render(pair.chosen)[0]
-    yield template.render(pair.rejected)[0]
+    yield renderer.template.render(pair.chosen, pair.chosen.prompt, prompting=True)[0]
+    yield renderer.text(pair.chosen)[0]
+    yield renderer.text(pair.rejected)[0]
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

@@ -1,6 +1,7 @@
 """The dataset of preferences: its pairs in each layout, their tokens, as TRL has them, its batches and its facts."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tests.training.data.chats.chat_tokenizers import MARKED, PHI3, QWEN2, QWEN3, R1, chat_tokenizer
 from training.data.chats.conversations import Columns
 from training.data.chats.preferences import COLUMNS, Pair, Preferences, pair_of, pair_samples
-from training.data.chats.templates import Template
+from training.data.chats.rendering import Renderer
 from training.errors import UserError
 
 USER = {"role": "user", "content": "What is red?"}
@@ -107,22 +108,31 @@ def test_tokens_are_those_of_trl(template: str) -> None:
         next((n for n, (one, other) in enumerate(zip(prompt, answer, strict=False)) if one != other), len(prompt))
         for answer in (chosen, rejected)
     ]
-    (found,) = pair_samples([pair(EXPLICIT)], Template(tokenizer))
+    (found,) = pair_samples([pair(EXPLICIT)], Renderer(tokenizer, train_on="all"))
     assert [sample.ids.tolist() for sample in found] == [chosen, rejected]
     assert [sample.trained.argmax() for sample in found] == [min(starts)] * 2
     assert 0 < min(starts) <= len(prompt)
 
 
 def test_many_pairs_are_those_of_each_alone() -> None:
-    template = Template(chat_tokenizer())
+    renderer = Renderer(chat_tokenizer(), train_on="all")
     pairs = [pair({**EXPLICIT, "chosen": f"It is {number}."}) for number in range(1203)]
-    found = list(pair_samples(pairs, template))
+    found = list(pair_samples(pairs, renderer))
     assert len(found) == len(pairs)
     for number in (0, 333, 334, 1202):
-        (alone,) = pair_samples(pairs[number : number + 1], template)
+        (alone,) = pair_samples(pairs[number : number + 1], renderer)
         for one, other in zip(found[number], alone, strict=True):
             assert one.ids.tolist() == other.ids.tolist()
             assert one.trained.tolist() == other.trained.tolist()
+
+
+def test_what_a_template_leaves_out_of_an_answer_is_told(caplog) -> None:
+    renderer = Renderer(chat_tokenizer(R1), train_on="all")
+    reasoned = {**EXPLICIT, "rejected": [{**BAD, "reasoning_content": "Be wrong"}]}
+    with caplog.at_level(logging.WARNING):
+        list(pair_samples([pair(reasoned)] * 2, renderer))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("row 1: message 2: the template leaves out all or part of its reasoning_cont")
 
 
 KEYS = {"seed": 0, "seq_len": 64, "batch_size": 4}
