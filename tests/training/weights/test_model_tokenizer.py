@@ -76,6 +76,7 @@ def test_weights_that_bring_none_need_an_answer_and_each_answer_is_taken(model: 
     job = (*TEXT, f"model.weights={tmp_path}")
     advice = refusal_of(*job)
     assert advice.endswith("give dataset.tokenizer=FOLDER with that of the model, or null if it was trained on bytes")
+    assert "a model of pictures takes a dataset of pictures (dataset=captioned, say)" in advice
     assert tokenizer_of(*job, "dataset.tokenizer=null") is None
     assert tokenizer_of(*job, f"dataset.tokenizer={model}") == str(model)
 
