@@ -65,8 +65,8 @@ def settled_tokenizer(config: DictConfig) -> str | None:
     if own is None and weights is not None:
         raise UserError(
             f"{KEY}={AUTO}: {WEIGHTS}={weights} has no tokenizer: a model of pictures takes a dataset of pictures"
-            f" (dataset=captioned, say); for another give {KEY}=FOLDER with that of the model, or null if it was trained"
-            " on bytes"
+            f" (dataset=captioned, say); for another give {KEY}=FOLDER with that of the model, or null if it was"
+            " trained on bytes"
         )
     return None if own is None else own.value
 
