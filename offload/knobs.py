@@ -59,6 +59,9 @@ def knob(default: Any, *, at_least: float | None = None, at_most: float | None =
     """
 
     def checked(name: str, value: Any) -> Any:
+        if isinstance(default, list) and isinstance(value, str):
+            # A text is a list of letters.
+            raise KnobError(name, value, f"must be a list, such as [{value!r}]")
         return value if value is None else in_range(name, value, at_least=at_least, at_most=at_most)
 
     return _declared(default, checked)

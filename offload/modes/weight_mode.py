@@ -119,7 +119,8 @@ class WeightMode(Mode, ABC):
         chosen = self.chosen(model)
         if self.include and not chosen:
             names = ", ".join(point.name for point in islice(self.cut_points(model), 3))
-            raise KnobError("include", self.include, f"leaves none of {names}, ... to stream: name some of these")
+            but = f" that exclude={self.exclude} leaves" if self.exclude else ""
+            raise KnobError("include", self.include, f"leaves none of {names}, ... to stream: name some of these{but}")
         parts = cut(model, chosen, trained_stays=self.trained == "device")
         if self.trained == "device" and all(parameter.requires_grad for parameter in model.parameters()):
             problem = "nothing of the model is frozen, so nothing would stream: take stream"

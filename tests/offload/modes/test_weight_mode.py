@@ -125,3 +125,11 @@ def test_prefetch_is_how_many_units_come_ahead(prefetch: int | None):
 def test_an_include_that_leaves_nothing_is_refused(mode: type[WeightMode]):
     with pytest.raises(KnobError, match=r"^include=\['nothing\*'\]: leaves none of .*, ... to stream: name "):
         mode(include=["nothing*"]).footprint(Stack())
+    with pytest.raises(KnobError, match=r"to stream: name some of these that exclude=\['\*'\] leaves$"):
+        mode(include=["*"], exclude=["*"]).footprint(Stack())
+
+
+@pytest.mark.parametrize("key", ["include", "exclude"])
+def test_a_pattern_that_is_no_list_is_refused_and_not_taken_letter_by_letter(key: str):
+    with pytest.raises(KnobError, match=rf"^{key}=layers\.\*: must be a list, such as \['layers\.\*'\]$"):
+        LayerStream(**{key: "layers.*"})
