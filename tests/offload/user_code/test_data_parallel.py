@@ -1,6 +1,5 @@
 """DistributedDataParallel around a model with a mode, or inside of one: gradients are summed as without."""
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offload import BounceLinear, HostAdamW, LayerStream, Mode, Resident, ShardOffload, acquire, release
+from tests.processes import run_processes
 
 MODES: dict[str, Callable[[], Mode]] = {
     "layer_stream": lambda: LayerStream(slots=2, outside="stream"),
@@ -61,18 +61,7 @@ def compare(rank: int, folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_two_processes_compute_what_they_do_without_the_mode(tmp_path: Path, name: str):
-    start: Callable = multiprocessing.get_context("fork").Process
-    processes = [start(target=compare, args=(rank, tmp_path, name)) for rank in range(2)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(120)
-            assert process.exitcode == 0
-    finally:
-        # One that hangs would hold the pipes of pytest's workers, which then never end.
-        for process in processes:
-            process.kill()
+    run_processes(compare, [(rank, tmp_path, name) for rank in range(2)], "fork", 120)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Runs on several devices within the process of a test, which is rank 0: only the other ranks are started."""
 
-import multiprocessing
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.processes import run_processes
 from tests.training.helpers.in_process import TINY_RUN, composed, signals_as_before
 from training.config.validation import check
 from training.parallel.launch import connected
@@ -36,18 +36,7 @@ def forked(work: Callable[[int, Path, int], None], folder: Path, count: int, sta
 
     A process that uses a GPU needs `start_method="spawn"`, which imports everything again.
     """
-    start: Callable = multiprocessing.get_context(start_method).Process
-    processes = [start(target=work, args=(rank, folder, count)) for rank in range(count)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(300)
-            assert process.exitcode == 0
-    finally:
-        # One that hangs would hold the pipes of pytest's workers, which then never end.
-        for process in processes:
-            process.kill()
+    run_processes(work, [(rank, folder, count) for rank in range(count)], start_method, 300)
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
