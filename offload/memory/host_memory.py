@@ -250,11 +250,12 @@ class HostArena:
 def populate(address: int, nbytes: int) -> None:
     """Makes the pages of `nbytes` at `address`, in several threads; elsewhere than on Linux it does nothing.
 
-    cudaHostRegister would make them in one thread, at half the rate. Where this fails it does, or says why not.
+    cudaHostRegister would make them in one thread, at half the rate. Where this fails it does, or says why not. Pages
+    for which the host may have no room are left to it as well: it refuses, where the system would end the process.
     """
     part = aligned(-(-nbytes // POPULATING_THREADS), HUGE_PAGE_BYTES)
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None or nbytes < HUGE_PAGE_BYTES:
+    if madvise is None or nbytes < HUGE_PAGE_BYTES or nbytes > (free_host_bytes() or 0):
         return
 
     def make(start: int) -> None:

@@ -58,4 +58,8 @@ def check(name: str, mode: str, device: str = "cpu") -> None:
         counters = same_as_resident(model, make(), calls, microbatches, device, exact)
     assert counters.h2d_bytes
     assert counters.d2h_bytes
-    assert bool(counters.activation_h2d_bytes) == (mode.startswith("shard") or mode.endswith("swap"))
+    swaps = mode.startswith("shard") or mode.endswith("swap")
+    assert bool(counters.activation_d2h_bytes) == swaps
+    # On a GPU backward may find an activation still there, because its copy out has not ended.
+    if device == "cpu":
+        assert bool(counters.activation_h2d_bytes) == swaps

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -22,6 +21,8 @@ def write_video(
     if path.suffix == ".gif":
         frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // rate)
         return
+    import av  # Tests of pictures import this module where PyAV is not installed.
+
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = *frames[0].size, pixels
