@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.knobs import GIB
+from offload.memory.host_memory import populate
 from offload.memory.limits import free_host_bytes
 from offload.optimizer.claims import WEIGHT, Claim, State, update_elsewhere, update_in_place
 from offload.optimizer.formats import MASTER_NAMES, StateFormat, needs_copy, state_bytes
@@ -220,7 +221,10 @@ class OwnStates:
                 state[name] = memory
 
     def _memory(self, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device_of(parameter))
+        memory = torch.empty(shape, dtype=dtype, device=self.device_of(parameter))
+        if memory.device.type == "cpu":
+            populate(memory.data_ptr(), memory.nbytes)
+        return memory
 
 
 def version_and_address(tensor: Tensor) -> tuple[int, int]:

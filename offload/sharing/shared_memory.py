@@ -1,12 +1,13 @@
 """Memory of the host that several processes of one user map, and exchanges of a few numbers through it.
 
-It is an anonymous file in memory (`memfd_create`) which the first process makes and the others open through
+Each process makes a part of it, an anonymous file in memory (`memfd_create`), which the others open through
 `/proc/PID/fd`. So it has no name that anybody could guess or that could be left behind, the size of /dev/shm does not
-limit it, and it is gone with the last process that maps it, however that ends. Its mode is 0600.
+limit it, and it is gone with the last process that maps it, however that ends. The mode of the files is 0600.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import time
@@ -16,8 +17,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from offload.memory.host_memory import populate
 from offload.sharing.sharers import OWN_HOMES, Processes, Sharers, meet
 
+# Of Linux; Python's module lacks them.
+MAP_FIXED = 0x10
+MAP_NORESERVE = 0x4000
 WORD_BYTES = 8
 # Of a row of an ExchangeBoard: the number of the exchange, how many numbers there are, the numbers, the checksum. Two
 # cache lines of most processors.
@@ -26,7 +31,7 @@ MOST_NUMBERS = ROW_WORDS - 3
 
 
 class SharedMemory:
-    """A mapping of such a file, handed out from its start. Processes that take the same sizes get the same bytes."""
+    """A mapping of such files, handed out from its start. Processes that take the same sizes get the same bytes."""
 
     def __init__(self, mapping: mmap.mmap):
         self.mapping = mapping
@@ -53,27 +58,31 @@ def in_pages(nbytes: int) -> int:
 def share_memory(sharers: Sharers, nbytes: int) -> SharedMemory:
     """Returns `nbytes` of zeros that all sharers map. Every sharer calls it, and waits for the others.
 
-    Memory is taken page by page, at its first use. Raises RuntimeError in one line where a sharer asks for another
-    size, or may not open the file of the first.
+    Each makes the pages of one part, at the same time: the system makes those of one file one after the other.
+    Raises RuntimeError in one line where a sharer asks for another size, or may not open the file of another, and
+    MemoryError where no addresses are left.
     """
-    nbytes = max(nbytes, 1)
+    part = in_pages(-(-nbytes // sharers.count))
     with ExitStack() as closing:
-        descriptor = 0
-        if sharers.rank == 0:
-            descriptor = _made(nbytes)
-            closing.callback(os.close, descriptor)
-        own = (os.getpid(), descriptor, nbytes)
-        (process, first, wanted), *_ = found = sharers.exchange(own, "sharing host memory", patient=True)
+        own = _made(part)
+        closing.callback(os.close, own)
+        found = sharers.exchange((os.getpid(), own, nbytes), "sharing host memory", patient=True)
+        wanted = found[0][2]
         for rank, (_, _, theirs) in enumerate(found):
             if theirs != wanted:
                 raise RuntimeError(f"rank {rank} shares {theirs} bytes, rank 0 {wanted}: they have not the same model")
-        if sharers.rank != 0:
-            descriptor = _opened(process, first)
-            closing.callback(os.close, descriptor)
-        memory = SharedMemory(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED))
-        # Until then the first keeps its descriptor open.
+        mapping = mmap.mmap(-1, part * sharers.count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        for rank, (process, theirs, _) in enumerate(found):
+            descriptor = own
+            if rank != sharers.rank:
+                descriptor = _opened(rank, process, theirs)
+                closing.callback(os.close, descriptor)
+            _map_at(start + rank * part, descriptor, part)
+        populate(start + sharers.rank * part, part)
+        # Until then each keeps its descriptor open.
         meet(sharers, "sharing host memory")
-        return memory
+        return SharedMemory(mapping)
 
 
 def _made(nbytes: int) -> int:
@@ -87,13 +96,25 @@ def _made(nbytes: int) -> int:
     return descriptor
 
 
-def _opened(process: int, descriptor: int) -> int:
+def _opened(rank: int, process: int, descriptor: int) -> int:
     try:
         return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise RuntimeError(
-            f"the memory of rank 0 (process {process}) cannot be opened ({error.strerror}): {OWN_HOMES}"
+            f"the memory of rank {rank} (process {process}) cannot be opened ({error.strerror}): {OWN_HOMES}"
         ) from error
+
+
+def _map_at(address: int, descriptor: int, nbytes: int) -> None:
+    """Maps a file in the place of addresses that this process has mapped. They end together with those around them."""
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype, call.argtypes = (
+        ctypes.c_void_p,
+        (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long),
+    )
+    flags = mmap.MAP_SHARED | MAP_FIXED
+    if call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != address:
+        raise MemoryError(f"{nbytes} bytes of shared memory cannot be mapped ({os.strerror(ctypes.get_errno())})")
 
 
 class ExchangeBoard:

@@ -22,6 +22,7 @@ from offload.modes.bounce_linear import BounceLinear
 from tests import ROOT
 from tests.offload.helpers.models import Stack, under
 from tests.offload.helpers.page_locks import ALREADY_REGISTERED, FakeRuntime, is_mapped
+from tests.offload.helpers.pages import pages_in_memory
 
 GPU = torch.device("cuda")
 
@@ -59,20 +60,36 @@ def test_memory_goes_back_to_the_system():
     assert process.memory_info().rss - before < 8 * 2**20
 
 
-@pytest.mark.parametrize("nbytes", [5000, 3 * 2**20 + 5000, 64 * 2**20])
+@pytest.mark.parametrize("nbytes", [5000, 3 * 2**20 + 5000, 80 * 2**20])
 def test_pages_are_made_before_they_are_locked(nbytes: int, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch):
     at_lock: list[int] = []
-    page = mmap.PAGESIZE
 
     def register(address: int, size: int, flags: int) -> int:
-        made = (ctypes.c_ubyte * (-(-size // page)))()
-        ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), made)
-        at_lock.append(sum(each & 1 for each in made))
+        at_lock.append(pages_in_memory(address, size))
         return 0
 
     monkeypatch.setattr(runtime, "cudaHostRegister", register)
     HostArena(GPU).allocate(nbytes, "weights")
-    assert at_lock == [-(-nbytes // page) if nbytes > 2**21 else 0]
+    assert at_lock == [-(-nbytes // mmap.PAGESIZE) if nbytes > 2**21 else 0]
+
+
+def test_pages_that_the_host_may_not_have_are_left_to_the_driver(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch):
+    made = []
+    monkeypatch.setattr(
+        runtime, "cudaHostRegister", lambda address, size, flags: made.append(pages_in_memory(address, size)) or 0
+    )
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: None)
+    HostArena(GPU).allocate(8 * 2**20, "weights")
+    assert made == [0]
+
+
+def test_pages_of_memory_that_begins_anywhere_are_made():
+    whole = torch.empty(12 * 2**20, dtype=torch.uint8)
+    start = whole.data_ptr()
+    populate(start + 100, whole.numel() - 100)
+    first = start - start % mmap.PAGESIZE + mmap.PAGESIZE
+    pages = (start + whole.numel() - first) // mmap.PAGESIZE
+    assert pages_in_memory(first, pages * mmap.PAGESIZE) == pages
 
 
 def test_pages_that_are_there_keep_what_is_in_them():

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import stat
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from offload.sharing import shared_memory
 from offload.sharing.shared_memory import MOST_NUMBERS, ExchangeBoard, in_pages, share_memory
 from offload.sharing.sharers import NO_SHARERS, SharerLostError
 from tests.offload.helpers.open_files import open_files
+from tests.offload.helpers.pages import pages_in_memory
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers, homes_in_use
 
 
@@ -45,6 +47,39 @@ def test_memory_is_handed_out_in_whole_pages_until_it_ends():
         memory.take(1)
 
 
+def test_each_sharer_makes_the_pages_of_one_part(monkeypatch: pytest.MonkeyPatch):
+    made, parts, populate = threading.Lock(), {}, shared_memory.populate
+
+    def noted(address: int, nbytes: int) -> None:
+        with made:
+            parts[address] = nbytes
+        populate(address, nbytes)
+
+    monkeypatch.setattr(shared_memory, "populate", noted)
+    size = 3 * 2**21
+
+    def work(sharers: ThreadSharers) -> tuple[int, int]:
+        block = HostArena(torch.device("cpu"), shared=share_memory(sharers, size)).allocate(size, "weights")
+        return block.bytes.data_ptr(), pages_in_memory(block.bytes.data_ptr(), size)
+
+    found = as_sharers(3, work)
+    assert parts == {start + rank * 2**21: 2**21 for rank, (start, _) in enumerate(found)}
+    assert [pages for _, pages in found] == [size // mmap.PAGESIZE] * 3
+
+
+def test_a_range_over_the_parts_of_all_is_one():
+    nbytes = 3 * mmap.PAGESIZE + 10
+
+    def work(sharers: ThreadSharers) -> bytes:
+        view = share_memory(sharers, nbytes).take(nbytes)
+        if sharers.rank == 1:
+            view[:] = bytes(number % 251 for number in range(nbytes))
+        sharers.laid_down(None)
+        return bytes(view)
+
+    assert as_sharers(3, work) == [bytes(number % 251 for number in range(nbytes))] * 3
+
+
 def test_sharers_with_other_models_are_refused():
     with pytest.raises(RuntimeError, match=r"^rank 1 shares 20 bytes, rank 0 10"):
         as_sharers(2, lambda sharers: share_memory(sharers, 10 * (sharers.rank + 1)))
@@ -64,10 +99,8 @@ def test_the_file_has_no_name_and_is_its_user_s_alone(monkeypatch: pytest.Monkey
     before = open_files()
     memory = share_memory(NO_SHARERS, 10)
     assert found == [(0o600, 0, os.getuid(), False)]
-    # Python's mapping keeps one of its own.
-    assert len(open_files() - before) == 1
-    del memory
     assert not open_files() - before
+    assert memory.take(10).tolist() == [0] * 10
 
 
 def test_a_first_process_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -171,7 +204,7 @@ def test_a_process_that_is_killed_at_any_moment_is_named_and_its_memory_is_gone(
             for pipe in pipes:
                 pipe.send(words)
         files = homes_in_use(process.pid for process in processes) - before
-        assert len(files) == 1
+        assert len(files) == COUNT
         lost = generator.randrange(COUNT)
         time.sleep(generator.uniform(0, 0.05))
         os.kill(processes[lost].pid, signal.SIGKILL)
