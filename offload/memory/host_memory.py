@@ -8,11 +8,12 @@ makes it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Protocol
 
@@ -30,8 +31,8 @@ MADV_HUGEPAGE = 14
 # Of Linux 5.14, not in Python's module: makes pages that can be written to, and leaves what is in those that are there.
 MADV_POPULATE_WRITE = 23
 POPULATING_THREADS = 8
-# A call holds a lock that a thread needs to start: with large pieces the first thread is done before the others start.
-POPULATED_AT_ONCE = 32 << 20
+# A call holds a lock that a thread needs to start: with large pieces the first is done before the others have started.
+POPULATED_AT_ONCE = 16 << 20
 HUGE_PAGE_BYTES = 2 << 20
 
 # The system provides private pages three times as fast as shared ones, which are Python's default.
@@ -265,9 +266,14 @@ def populate(address: int, nbytes: int) -> None:
         madvise(ctypes.c_void_p(first), ctypes.c_size_t(min(size, end - first)), advice)
 
     advise(start, end - start, MADV_HUGEPAGE)
-    with ThreadPoolExecutor(POPULATING_THREADS) as threads:
-        for first in range(start, end, POPULATED_AT_ONCE):
-            threads.submit(advise, first, POPULATED_AT_ONCE, MADV_POPULATE_WRITE)
+    pieces = range(start, end, POPULATED_AT_ONCE)
+    wait([_threads(os.getpid()).submit(advise, first, POPULATED_AT_ONCE, MADV_POPULATE_WRITE) for first in pieces])
+
+
+@functools.cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Returns the threads of a process that make pages. To start them for each block takes longer than its pages do."""
+    return ThreadPoolExecutor(POPULATING_THREADS, "pages")
 
 
 def lock_pages(address: int, nbytes: int, device: torch.device) -> str | None:

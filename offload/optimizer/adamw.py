@@ -15,6 +15,7 @@ from offload.optimizer.claims import Claim, State, in_two, update_together
 from offload.optimizer.formats import StateFormat, noise_seed, state_bytes
 from offload.optimizer.kernel_choice import update_on
 from offload.optimizer.kernels import UpdateKernel, torch_threads
+from offload.optimizer.native_kernel import begin_compiling
 from offload.optimizer.param_groups import (
     check_dtype,
     check_group,
@@ -131,6 +132,14 @@ class HostAdamW(torch.optim.AdamW):
         if any(parameter.requires_grad and parameter.device.type == "cpu" for parameter in self._members):
             # Compiled now, and not in the first step.
             self.kernel_on(torch.device("cpu"))
+
+    @staticmethod
+    def begin_compiling(format: StateFormat) -> None:
+        """Has the kernel of the host made beside the caller, for an optimizer with states of `format` to come.
+
+        The compiler may take five seconds.
+        """
+        begin_compiling(format)
 
     def kernel_on(self, device: torch.device) -> UpdateKernel:
         """Returns the kernel that updates states on `device`."""

@@ -15,7 +15,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,21 +131,13 @@ def native_library(format: StateFormat, source: Path = SOURCE, *definitions: str
     `definitions` are further options of the compiler. Returns None where that fails. The compiler is $CC, else the
     first of cc, gcc and clang. Nothing is left on disk.
     """
-    names = [os.environ.get("CC"), "cc", "gcc", "clang"]
-    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
+    compiler = _compiler()
     if compiler is None:
         logger.info("no C compiler found: AdamW takes torch's fused kernel, about a tenth as fast")
         return None
-    options = [f"-I{SOURCE.parent}", f"-DMASTER={format.master}", f"-DMOMENT={format.state_dtype}"]
-    options += [f"-DQUANTISED={int(format.state_dtype == 'int8')}"]
-    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", *definitions]
     try:
-        # Where no directory for temporary files can be written, this raises OSError.
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            target = Path(folder) / "adamw.so"
-            command = [compiler, *FLAGS, *options, "-o", str(target), str(source), "-lm"]
-            subprocess.run(command, capture_output=True, check=True, timeout=60)
-            library = NativeLibrary(ctypes.CDLL(str(target)), format)
+        begun = _begun.pop(format, None) if source == SOURCE and not definitions else None
+        library = NativeLibrary((begun or _Compilation(compiler, format, source, *definitions)).library(), format)
     except (OSError, subprocess.SubprocessError) as error:
         logger.info(
             "%s cannot make %s: torch's operations take its place, about a tenth as fast", compiler, source.name
@@ -155,6 +149,51 @@ def native_library(format: StateFormat, source: Path = SOURCE, *definitions: str
         tables = torch.cat([dynamic_map(True), dynamic_map(False)]), bins()
         library.functions.set_maps(*(ctypes.c_void_p(table.data_ptr()) for table in tables))
     return library
+
+
+def begin_compiling(format: StateFormat) -> None:
+    """Has the compiler make beside the caller what `native_library` will be asked for. It may take five seconds."""
+    # What fails here fails again, and is told, when the library is needed.
+    with suppress(OSError):
+        if (compiler := _compiler()) is not None and format not in _begun:
+            _begun[format] = _Compilation(compiler, format, SOURCE)
+
+
+class _Compilation:
+    """A compiler that runs. It is ended, and its directory removed, with this process."""
+
+    def __init__(self, compiler: str, format: StateFormat, source: Path, *definitions: str):
+        options = [f"-I{SOURCE.parent}", f"-DMASTER={format.master}", f"-DMOMENT={format.state_dtype}"]
+        options += [f"-DQUANTISED={int(format.state_dtype == 'int8')}"]
+        options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", *definitions]
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._target = Path(self._folder.name) / "adamw.so"
+        command = [compiler, *FLAGS, *options, "-o", str(self._target), str(source), "-lm"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self._end = weakref.finalize(self, _end, self._process, self._folder)
+
+    def library(self) -> ctypes.CDLL:
+        """Waits for the compiler and loads what it has made. Raises OSError or SubprocessError where it has failed."""
+        with self._folder:
+            _, errors = self._process.communicate(timeout=60)
+            self._end.detach()
+            if self._process.returncode:
+                raise subprocess.CalledProcessError(self._process.returncode, self._process.args, stderr=errors)
+            return ctypes.CDLL(str(self._target))
+
+
+def _end(compiler: subprocess.Popen, folder: tempfile.TemporaryDirectory) -> None:
+    compiler.kill()
+    compiler.wait()
+    folder.cleanup()
+
+
+_begun: dict[StateFormat, _Compilation] = {}
+
+
+def _compiler() -> str | None:
+    names = [os.environ.get("CC"), "cc", "gcc", "clang"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def bins() -> Tensor:

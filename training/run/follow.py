@@ -149,6 +149,7 @@ def built(
     """Builds what `build` does, but for what only rank 0 has. Weights and states are those of rank 0."""
     torch.manual_seed(config.seed)
     components = Components.of(config, invocation, ranks.device)
+    components.begin_compiling()
     sharers = ranks.sharers(components.shares_homes)
     with (
         acquired(ranks.device) as streams,

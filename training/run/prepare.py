@@ -98,6 +98,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         components = components.with_config(config)
     components.task.check(config, dataset, components.model)
     check_best(config, components.task)
+    components.begin_compiling()
     with phase("measuring the machine"):
         machine = machine_of(components)
     has_gpu = components.device.type == "cuda"

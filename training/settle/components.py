@@ -166,6 +166,11 @@ class Components:
         """True if the optimizer can update beside the step, as the mode asks it to."""
         return self.optimizer_class.overlaps
 
+    def begin_compiling(self) -> None:
+        """Has the optimizer's kernel of the host made beside what comes next: the plan, the allocation of memory."""
+        if self.updates_overlap:
+            HostAdamW.begin_compiling(self.state_format)
+
     @property
     def updates_begin_early(self) -> bool:
         """True if an update may begin inside backward and is final."""

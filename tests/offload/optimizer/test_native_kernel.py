@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import logging
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +16,8 @@ import torch
 from offload.optimizer import native_kernel
 from offload.optimizer.formats import BLOCK, StateFormat, dynamic_map, midpoints
 from offload.optimizer.kernels import FusedUpdate, Operands
-from offload.optimizer.native_kernel import NativeUpdate, native_library
+from offload.optimizer.native_kernel import NativeUpdate, begin_compiling, native_library
+from tests import ROOT
 from tests.offload.helpers.kernels import (
     COMPACT,
     COMPILED,
@@ -179,6 +182,36 @@ def test_compiling_prints_nothing_and_leaves_no_file(uncached: None, monkeypatch
     assert native_library(COMPACT) is not None
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_began_beside_the_caller_is_taken_once(uncached: None, monkeypatch, tmp_path: Path):
+    compiler, calls = tmp_path / "counted-cc", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho called >> {calls}\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    begin_compiling(COMPACT)
+    begin_compiling(COMPACT)
+    assert native_library(COMPACT).format == COMPACT
+    assert calls.read_text() == "called\n"
+    native_library.cache_clear()
+    assert native_library(COMPACT) is not None
+    assert calls.read_text() == "called\n" * 2
+
+
+@pytest.mark.parametrize("script", ["exit 1", "sleep 100"])
+def test_a_process_that_needs_no_kernel_after_all_ends_at_once_and_leaves_nothing(tmp_path: Path, script: str):
+    compiler = tmp_path / "broken-cc"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    (files := tmp_path / "files").mkdir()
+    program = "import offload, offload.planning as p; offload.HostAdamW.begin_compiling(p.StateFormat())"
+    environment = os.environ | {"CC": str(compiler), "TMPDIR": str(files)}
+    command = [sys.executable, "-W", "error", "-c", program]
+    started = time.monotonic()
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert time.monotonic() - started < 60
+    assert list(files.iterdir()) == []
 
 
 # Codes of 8 bits.
