@@ -131,8 +131,11 @@ class Ranks:
     def abandon(self) -> None:
         """Ends the other ranks once one is lost: they would end this process while it saves, and does not answer."""
 
-    def check_equal(self) -> None:
-        """Raises UserError if the ranks' copies of the model or of the optimizer's states differ."""
+    def check_equal(self, saves: bool) -> None:
+        """Raises UserError if the ranks' copies of the model or of the optimizer's states differ.
+
+        With `saves` rank 0 has the states of all in its memory afterwards, for a checkpoint.
+        """
 
 
 ALONE = Ranks()

@@ -134,8 +134,8 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 ranks.messages.report()
             case ("measure",):
                 ranks.messages.report(memory_of_rank(ranks.device, job.attached.counters(), ranks.home_sharers))
-            case ("fingerprints",):
-                ranks.messages.report(ranks.fingerprints())
+            case ("fingerprints", saves):
+                ranks.messages.report(ranks.fingerprints(saves))
             case ("end",):
                 job.optimizer.finish()
                 ranks.messages.leave()

@@ -94,7 +94,7 @@ class Loop:
                 if self._save_or_stop(step, batch):
                     return self._stopped(step)
         if not job.checkpoints.has(config.steps):
-            job.ranks.check_equal()
+            job.ranks.check_equal(saves=False)
         self._stop.settle()
         return recorder.finish(config.steps, "ok")
 
@@ -170,7 +170,7 @@ class Loop:
         """Saves the run after a step if that is due or a signal asked it to stop; returns True if the run stops."""
         job, last = self._job, step == self._config.steps
         if job.checkpoints.due(step) or self._is_stopped():
-            job.ranks.check_equal()
+            job.ranks.check_equal(saves=True)
         saved = job.checkpoints.due(step) and self._recorder.save(step, batch, required=last)
         if not self._is_stopped() or (last and not self._lacks_observation(step)):
             return False
