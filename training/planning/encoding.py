@@ -84,13 +84,14 @@ class ToEncode:
 class PlannedEncoding:
     """The encoding of `what`. `device_bytes` are those at the peak of each part, of which one is there at a time.
 
-    `host_bytes` are all of the process, `seconds` without reading the weights; `kept_bytes` stay on the disk.
-    `slots` is the key of the slots where text encoders stream; else None.
+    `host_bytes` are all of the process, `loaded_bytes` of these the weights, which are read before the `seconds`;
+    `kept_bytes` stay on the disk. `slots` is the key of the slots where text encoders stream; else None.
     """
 
     what: str
     device_bytes: dict[str, int]
     host_bytes: int
+    loaded_bytes: int
     kept_bytes: int
     seconds: float
     slots: str | None
@@ -112,7 +113,8 @@ class PlannedEncoding:
     @property
     def summary(self) -> str:
         """All of it in a line."""
-        return f"{self.what}: about {self.seconds:,.1f} s, {format_bytes(self.kept_bytes)} on the disk"
+        loaded, kept = format_bytes(self.loaded_bytes), format_bytes(self.kept_bytes)
+        return f"{self.what}: about {self.seconds:,.1f} s once {loaded} are read, {kept} on the disk"
 
     def rows(self, device: str, on_device: str, on_host: str) -> dict[str, str]:
         """Returns rows of a plan: values by label. The texts say of the bytes at the peak whether they fit."""
@@ -260,6 +262,7 @@ def _planned(
         device_bytes={name: part.resident_bytes + part.moving_bytes for name, part in parts.items()},
         # What is on the device was on the host before; without a GPU it stays there.
         host_bytes=weights + int(rss_gib() * GIB) + (0 if has_gpu else max(p.moving_bytes for p in parts.values())),
+        loaded_bytes=weights,
         kept_bytes=kept,
         seconds=(todo.texts * text.ms + pictures * parts[VAE].ms) / 1e3,
         slots=f"{weights_node(components.config)[0]}.slots" if text.streams else None,

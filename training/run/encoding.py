@@ -37,11 +37,14 @@ def encode_missing(dataset: object, components: Components, plan: PlannedEncodin
     todo = ToEncode.of(dataset, components.config)
     if todo is None:
         return
-    pipeline, start = opened(components), perf_counter()
+    opening = perf_counter()
+    with phase("reading the encoders"):
+        pipeline = opened(components)
+    start = perf_counter()
     with as_user_error(f"model.source={components.model.folder}: "), acquired(components.device) as streams:
         _encode(todo, components, pipeline, streams)
-    planned = "" if plan is None else f", planned {plan.seconds:,.1f} s"
-    print(f"encoded {todo} in {perf_counter() - start:,.1f} s{planned}")
+    planned = "" if plan is None else f" (planned {plan.seconds:,.1f} s)"
+    print(f"encoded {todo} in {perf_counter() - start:,.1f} s{planned}, read the encoders in {start - opening:,.1f} s")
 
 
 def _encode(todo: ToEncode, components: Components, pipeline: Any, streams: Streams) -> None:

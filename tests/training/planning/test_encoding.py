@@ -182,7 +182,7 @@ def test_a_run_prints_its_plan_and_then_the_time_of_the_encoding(
     assert printed.count("Plan: ") == 1
     before, after = printed.split("encoded 6 pictures and 5 texts in ")
     assert "bound by " in before
-    assert ", planned 0.0 s\n" in after
+    assert " s (planned 0.0 s), read the encoders in " in after
 
 
 def test_encoders_that_need_values_are_encoded_before_the_plan(
@@ -215,7 +215,7 @@ def test_encoders_that_need_values_are_encoded_before_the_plan(
 )
 def test_advice(part: str, slots: str | None, advice: str):
     sizes = {TEXTS: 1, VAE: 1} | {part: 2}
-    plan = PlannedEncoding("", sizes, host_bytes=5, kept_bytes=0, seconds=0.0, slots=slots)
+    plan = PlannedEncoding("", sizes, host_bytes=5, loaded_bytes=0, kept_bytes=0, seconds=0.0, slots=slots)
     assert plan.totals == {"vram_budget": 2, "host_budget": 5}
     assert plan.advice("vram_budget").startswith(advice)
     assert plan.advice("host_budget").startswith("encode where there is more")
