@@ -33,6 +33,9 @@ GIVE_OTHERS = "give a folder that peft has saved"
 # The keys of peft's configuration that this program does not have, with the only values that it can load.
 ONLY = {"peft_type": ("LORA",), "bias": ("none",), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
 ONLY |= {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None,)}
+ONLY |= {"use_qalora": (False,), "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None,)}
+# With others, such as pissa, peft changes the base too when it loads the file.
+ONLY |= {"init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,9 @@
 """Adapters in peft's files: read by peft with equal outputs, and read again here."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,11 +145,20 @@ def test_another_adapter_is_refused_and_nothing_changed(tmp_path: Path, adapter:
         check_adapter(model.to("meta"), tmp_path)
 
 
-def test_settings_of_peft_that_cannot_be_had_are_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("alpha_pattern", {"q_proj": 16}),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+        ("alora_invocation_tokens", [3]),
+    ],
+)
+def test_settings_of_peft_that_cannot_be_had_are_refused(tmp_path: Path, key: str, value: Any):
     save_adapter(llama(Lora(4, 8)), tmp_path)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"alpha_pattern": {"q_proj": 16}}))
-    with pytest.raises(ValueError, match=r"has alpha_pattern=\{'q_proj': 16\}, which cannot be loaded here$"):
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=rf"has {key}={re.escape(str(value))}, which cannot be loaded here$"):
         load_adapter(llama(Lora(4, 8)), tmp_path)
 
 
