@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from models.diffusion_scheduler import STEPS
 from models.pipelines.recording import (
     BASE,
     Asked,
@@ -128,7 +129,7 @@ class NetworkCall:
             places=given[0],
             shape=tuple(first.arguments[latents].shape[1:]),
             answer=order,
-            sign=int(answer.sign()[0]),
+            sign=int(answer.sign()[0]) * (-1 if first.is_rising else 1),
             time_dtype=time.dtype,
             time_shape=tuple(time.shape[1:]),
             count=_count(recorder.name, first),
@@ -331,11 +332,12 @@ def _on(tree: Any, device: torch.device) -> Any:
 
 
 def _count(pipeline: str, record: Record) -> tuple[int, int, int]:
-    """Returns the row of `COUNTS` by which the network's time follows from the scheduler's."""
+    """Returns the row of `COUNTS` by which the network's time follows from the scheduler's, counted from the image."""
     times = [float(time.flatten()[0]) for time in record.times]
+    steps = [STEPS - step if record.is_rising else step for step in record.steps]
     for row in COUNTS:
         divided_by, sign, plus = row
-        expected = [plus + sign * step / divided_by for step in record.steps]
+        expected = [plus + sign * step / divided_by for step in steps]
         if all(
             abs(time - want) <= 0.01 * max(abs(want), plus, 1e-2) for time, want in zip(times, expected, strict=True)
         ):

@@ -25,7 +25,7 @@ from models.quantise_cache import source_digest
 OTHERS = ("transformer", "unet", "scheduler", "feature_extractor", "safety_checker")
 INDEX = "model_index.json"
 # Of the files; those of another one are not read.
-VERSION = 4
+VERSION = 5
 # The calls of plans that are being made, by the path of the folder and the shape of latents.
 _planned: dict[Path, dict[tuple[int, ...], NetworkCall]] = {}
 

@@ -71,6 +71,11 @@ class Record:
     sample: Tensor | None = None
     predicted: Tensor | None = None
 
+    @property
+    def is_rising(self) -> bool:
+        """Whether the scheduler counts from noise to image, and steps along the negative velocity (Mochi)."""
+        return self.steps[0] < self.steps[1]
+
 
 class _EnoughError(Exception):
     """Ends the run of a pipeline."""

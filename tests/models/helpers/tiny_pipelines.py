@@ -219,6 +219,21 @@ def z_image() -> DiffusionPipeline:
     )
 
 
+def mochi() -> DiffusionPipeline:
+    """Its scheduler counts from noise to image."""
+    torch.manual_seed(0)
+    transformer = diffusers.MochiTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16, in_channels=12,
+        text_embed_dim=32, time_embed_dim=4,
+    )  # fmt: skip
+    channels = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}
+    return diffusers.MochiPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        vae=diffusers.AutoencoderKLMochi(layers_per_block=(1,) * 5, **channels).eval(),
+        text_encoder=t5(), tokenizer=t5_tokenizer(), transformer=transformer,
+    )  # fmt: skip
+
+
 PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
     made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx, stable_diffusion, chroma, z_image)
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.pipelines.calls import NetworkCall
 from models.pipelines.recording import Asked, Recorder
-from tests.models.helpers.tiny_pipelines import PIPELINES, made, network_of
+from tests.models.helpers.tiny_pipelines import PIPELINES, made, mochi, network_of
 
 SIZE, CAPTIONS = (32, 64), ("a cube", "a big red cube, with a hat")
 
@@ -66,6 +66,23 @@ def test_the_network_gets_what_its_pipeline_gives_it(name: str, size: tuple[int,
     order = (sample / factor).sort().indices.argsort(), noise.reshape(2, -1).sort().indices
     in_their_order = prediction.reshape(2, -1).gather(1, order[1].gather(1, order[0]))
     torch.testing.assert_close(in_their_order, seen["predicted"].reshape(2, -1), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_times_and_velocities_of_a_scheduler_that_counts_from_noise_to_image_are_turned():
+    """Euler's method from noise at 1000 to the image at 0 makes what the pipeline makes in two steps."""
+    pipeline, size = mochi(), (1, *SIZE)
+    recorder = Recorder(pipeline, pipeline.transformer, torch.device("cpu"))
+    call, asked = NetworkCall.of(recorder, size), Asked(CAPTIONS[:1], size, size)
+    batch = call.merged([call.conditions(recorder.record(asked))])
+    points = noise = torch.randn(1, *call.noise)
+    given = recorder.given(asked, steps=2, guidance=1.0, output_type="latent") | {"latents": noise}
+    theirs, (first, second) = pipeline(**given)[0], pipeline.scheduler.timesteps.tolist()
+    for number, following in ((1000 - first, 1000 - second), (1000 - second, 0)):
+        output = pipeline.transformer(**call.filled(points, torch.tensor([number]), batch))[0]
+        points = points + (following - number) / 1000 * call.prediction(output, points)
+    assert first < second
+    torch.testing.assert_close(points, theirs, rtol=1e-4, atol=1e-4)
 
 
 def assert_alike(ours: object, theirs: object) -> None:
