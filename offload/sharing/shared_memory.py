@@ -20,9 +20,8 @@ from functools import partial
 from offload.memory.host_memory import populate
 from offload.sharing.sharers import OWN_HOMES, Processes, Sharers, meet
 
-# Of Linux; Python's module lacks them.
+# Of Linux; Python's module lacks it.
 MAP_FIXED = 0x10
-MAP_NORESERVE = 0x4000
 WORD_BYTES = 8
 # Of a row of an ExchangeBoard: the number of the exchange, how many numbers there are, the numbers, the checksum. Two
 # cache lines of most processors.
@@ -64,21 +63,21 @@ def share_memory(sharers: Sharers, nbytes: int) -> SharedMemory:
     """
     part = in_pages(-(-nbytes // sharers.count))
     with ExitStack() as closing:
-        own = _made(part)
+        # Each file is as long as all of the memory, and has pages in one part only.
+        own = _made(part * sharers.count)
         closing.callback(os.close, own)
         found = sharers.exchange((os.getpid(), own, nbytes), "sharing host memory", patient=True)
         wanted = found[0][2]
         for rank, (_, _, theirs) in enumerate(found):
             if theirs != wanted:
                 raise RuntimeError(f"rank {rank} shares {theirs} bytes, rank 0 {wanted}: they have not the same model")
-        mapping = mmap.mmap(-1, part * sharers.count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        mapping = mmap.mmap(own, part * sharers.count, mmap.MAP_SHARED)
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         for rank, (process, theirs, _) in enumerate(found):
-            descriptor = own
             if rank != sharers.rank:
                 descriptor = _opened(rank, process, theirs)
                 closing.callback(os.close, descriptor)
-            _map_at(start + rank * part, descriptor, part)
+                _map_over(start, descriptor, rank * part, part)
         populate(start + sharers.rank * part, part)
         # Until then each keeps its descriptor open.
         meet(sharers, "sharing host memory")
@@ -105,15 +104,16 @@ def _opened(rank: int, process: int, descriptor: int) -> int:
         ) from error
 
 
-def _map_at(address: int, descriptor: int, nbytes: int) -> None:
-    """Maps a file in the place of addresses that this process has mapped. They end together with those around them."""
+def _map_over(start: int, descriptor: int, offset: int, nbytes: int) -> None:
+    """Puts `nbytes` of a file in the place of those at the same offset from `start`, where a mapping begins.
+
+    They end together with that mapping. Raises MemoryError.
+    """
     call = ctypes.CDLL(None, use_errno=True).mmap
-    call.restype, call.argtypes = (
-        ctypes.c_void_p,
-        (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long),
-    )
-    flags = mmap.MAP_SHARED | MAP_FIXED
-    if call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != address:
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
+    if call(start + offset, nbytes, protection, flags, descriptor, offset) != start + offset:
         raise MemoryError(f"{nbytes} bytes of shared memory cannot be mapped ({os.strerror(ctypes.get_errno())})")
 
 

@@ -99,8 +99,10 @@ def test_the_file_has_no_name_and_is_its_user_s_alone(monkeypatch: pytest.Monkey
     before = open_files()
     memory = share_memory(NO_SHARERS, 10)
     assert found == [(0o600, 0, os.getuid(), False)]
+    # Python's mapping keeps one of its own.
+    assert len(open_files() - before) == 1
+    del memory
     assert not open_files() - before
-    assert memory.take(10).tolist() == [0] * 10
 
 
 def test_a_first_process_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch):
