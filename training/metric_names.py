@@ -36,7 +36,7 @@ METRIC_KEYS: dict[str, Metric] = {
     "eval/loss": Metric("", "mean loss of the held-out batches: of text, nats a token"),
     "eval/accuracy": Metric("", "share of the held-out examples whose label has the largest logit"),
     "train/skipped_steps": Metric("steps", "skipped because gradients were not finite", "max"),
-    "perf/step_ms": Metric("ms", "time of one step", "median"),
+    "perf/step_ms": Metric("ms", "time of one step, and of making its batch", "median"),
     "perf/tokens_per_s": Metric("tokens/s", "tokens trained in a second; no padding", "median"),
     "perf/images_per_s": Metric("images/s", "images trained on in a second", "median"),
     "perf/examples_per_s": Metric("examples/s", "examples trained on in a second", "median"),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.comparison.runs import LONGEST_WORD, Run
+from training.comparison.runs import LONGEST_WORD, PLACE, Run
 from training.comparison.settings import all_settings, find_reference, is_resident, name_runs
 from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
 from training.runs.records import is_number
@@ -59,8 +59,9 @@ class Row:
 
     @property
     def measured(self) -> list[Run]:
-        """The runs that the row averages: those that finished, or all runs if none finished."""
-        return [run for run in self.runs if run.finished] or self.runs
+        """The runs that the row averages: those that came to their end, else those that finished, else all runs."""
+        finished = [run for run in self.runs if run.finished]
+        return [run for run in finished if run.status != "stopped"] or finished or self.runs
 
     @property
     def finished(self) -> bool:
@@ -105,8 +106,12 @@ class Row:
 
     @property
     def notes(self) -> list[str]:
-        """The notes on runs that differed from what was asked for, each once."""
-        return list(dict.fromkeys(note for run in self.runs for note in run.notes))
+        """The notes on runs that differed from what was asked for or are compared across machines, each once."""
+        compared = [*self.measured, *(self.reference.measured if self.reference else [])]
+        places = {key: sorted({run.origin[key] for run in compared if key in run.origin}) for key in PLACE}
+        several = [f"{key} {', '.join(values)}" for key, values in places.items() if len(values) > 1]
+        mixed = [f"compared across machines or versions: {'; '.join(several)}"] if several else []
+        return [*dict.fromkeys(note for run in self.runs for note in run.notes), *mixed]
 
     def mean(self, key: str) -> float | None:
         statistic = self.statistics.get(key)

@@ -28,6 +28,8 @@ from training.runs.files import (
 from training.runs.records import read_metrics, read_summary
 from training.visible_text import shortened
 
+# What a ratio of step times supposes to be equal in both runs.
+PLACE = ("host", "torch", "commit")
 PLANS = ("planned", "does not fit")
 # The statuses of runs that did what they were asked to do, so that their metrics can be compared.
 FINISHED = ("ok", "stopped", *PLANS)
@@ -56,9 +58,9 @@ class Run:
     device: str | None = None
     """the name of the GPU, or cpu; None if the run did not record its hardware"""
     origin: dict[str, str] = field(default_factory=dict)
-    """`machine`, `torch`, `commit` and `date`, as far as they are known"""
+    """`machine`, `host`, `torch`, `commit` and `date`, as far as they are known"""
     notes: tuple[str, ...] = ()
-    """how the run differed from what its configuration asks for"""
+    """how the run differed from what its configuration asks for, and whether its machine was busy"""
     forward_only: bool = False
     """its steps had neither backward nor update"""
     command: str = ""
@@ -125,6 +127,7 @@ def read_run(directory: Path) -> Run:
     # A plan is made for a machine, not on it.
     facts = {"machine": _dict(plan, "hardware").get("name")} | plan | hardware
     facts["machine"] = hardware.get("gpu_name") or hardware.get("cpu_name") or facts["machine"]
+    facts["host"] = " x ".join(str(hardware[key]) for key in ("cpu_cores", "cpu_name") if key in hardware)
     return Run(
         directory=directory,
         status=shortened(status.replace("_", " "), LONGEST_WORD),
@@ -136,7 +139,7 @@ def read_run(directory: Path) -> Run:
         summary=metrics,
         records=records,
         device=_text(hardware.get("gpu_name")) or _text(hardware.get("device")).partition(":")[0] or None,
-        origin={key: text for key in ("machine", "torch", "commit", "date") if (text := _text(facts.get(key)))},
+        origin={key: text for key in ("machine", *PLACE, "date") if (text := _text(facts.get(key)))},
         notes=tuple(filter(None, map(_text, notes if isinstance(notes, list) else []))),
         forward_only=forward_only is True,
         command=_command(recorded.get("overrides")),

@@ -38,9 +38,13 @@ def register_own(arguments: Sequence[str]) -> None:
 
 def _schema_of(file: Path, group: str) -> type:
     try:
-        target = (yaml.safe_load(file.read_text()) or {}).get("_target_")
+        option = yaml.safe_load(file.read_text()) or {}
+        target = option.get("_target_")
         if not target:
             raise UserError(f"{file}: has no _target_: give it the class, _target_: MODULE.CLASS")
+        if not any("/schema/" in str(each) for each in option.get("defaults", [])):
+            own = f"defaults: [/schema/{group}/{file.stem}@_here_, _self_]"
+            raise UserError(f"{file}: lacks the keys of its class: begin it with the line {own}")
         schema = schema_of(get_class(target), GIVEN)
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read: {first_line(error)}") from error

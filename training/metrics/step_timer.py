@@ -53,18 +53,23 @@ class CoreWaits:
     def __init__(self):
         self._start_s, self._waited_s = monotonic(), waited_s()
 
-    def warn(self) -> None:
-        """Warns if the thread has waited for more than `BUSY` of the time. Call it from the same thread."""
+    def warn(self) -> list[str]:
+        """Warns if the thread has waited for more than `BUSY` of the time, and returns the warning, if there is one.
+
+        Call it from the same thread.
+        """
         passed_s = monotonic() - self._start_s
         if self._waited_s is None or passed_s < SHORT_S:
-            return
+            return []
         share = (waited_s() - self._waited_s) / passed_s
-        if share > BUSY:
-            logger.warning(
-                "the machine was busy: the run waited for a core in %.0f%% of its time, while other programs or its own"
-                " threads had them, so its times are longer than on a free machine",
-                100 * share,
-            )
+        if share <= BUSY:
+            return []
+        warning = (
+            f"the machine was busy: the run waited for a core in {share:.0%} of its time, while other programs or its"
+            " own threads had them, so its times are longer than on a free machine"
+        )
+        logger.warning(warning)
+        return [warning]
 
 
 def waited_s() -> float | None:

@@ -72,8 +72,9 @@ class Loop:
         job.checkpoints.remove_leftovers(start)
         for step in range(start + 1, config.steps + 1):
             self._stop.raise_again()
+            # A step lasts as long as the making of its batch, too.
+            recorder.start_step(step)
             batch = job.dataset.batch(step - 1)
-            recorder.start_step(step, job.components.task.units_in(batch))
             with self._saved_if_rank_is_lost(step - 1):
                 result = run_step(job, step, batch)
                 self._average(step)
@@ -82,7 +83,7 @@ class Loop:
             if step == config.steps:
                 # An error in the last update must be raised before the run counts as complete.
                 job.optimizer.finish()
-            recorder.end_step(step, result.skipped, result.loss)
+            recorder.end_step(step, job.components.task.units_in(batch), result.skipped, result.loss)
             with self._saved_if_rank_is_lost(step):
                 self._sample(step)
                 evaluation = self._evaluate(step)

@@ -34,25 +34,23 @@ class StepMeter:
         self._peak_flops = known_peak_flops(components.device, components.dtype)
         self.units = job.start.units
         """tokens, say, that the run has trained on"""
-        self._units_of_step = 0
         # In the steps that are timed, since the last record.
         self._timed_units = 0
         # The mode's counters at the last record, and those before a step that is traced.
         self._counters = job.attached.counters()
         self._before_trace: Counters | None = None
 
-    def start(self, step: int, units: int) -> None:
-        """Starts `step`, which trains on `units`, and the profiler if it is to be traced."""
-        self._units_of_step = units
+    def start(self, step: int) -> None:
+        """Starts `step`, and the profiler if it is to be traced."""
         self._before_trace = self._job.attached.counters() if self._tracer.start(step) else None
         self._timer.start()
 
-    def stop(self) -> None:
-        """Ends the step, whose last work is queued."""
-        self.units += self._units_of_step
+    def stop(self, units: int) -> None:
+        """Ends the step, which trained on `units`, and whose last work is queued."""
+        self.units += units
         if self._before_trace is None:
             self._timer.stop()
-            self._timed_units += self._units_of_step
+            self._timed_units += units
             return
         trace = self._tracer.stop()
         self._counters += self._job.attached.counters() - self._before_trace

@@ -51,16 +51,16 @@ class Recorder:
         self._save_ms: list[float] = []
         self._core_waits = CoreWaits()
 
-    def start_step(self, step: int, units: int) -> None:
-        """Starts the timer of `step`, which trains on `units` tokens, say, and the profiler if it is to be traced."""
-        self._steps.start(step, units)
+    def start_step(self, step: int) -> None:
+        """Starts the timer of `step`, and the profiler if it is to be traced."""
+        self._steps.start(step)
 
-    def end_step(self, step: int, skipped: bool, loss: Tensor) -> None:
-        """Ends the step, whose last work is queued."""
+    def end_step(self, step: int, units: int, skipped: bool, loss: Tensor) -> None:
+        """Ends the step, which trained on `units` tokens, say, and whose last work is queued."""
         self._skipped_steps += skipped
         if self._first_loss is None and not self._summary.has_first_loss:
             self._first_loss = loss
-        self._steps.stop()
+        self._steps.stop(units)
         self._progress.update(step)
 
     def outside_steps(self) -> AbstractContextManager[None]:
@@ -140,10 +140,9 @@ class Recorder:
 
     def finish(self, steps: int, status: str, reason: str | None = None) -> dict:
         """Writes and returns the summary of a run that ends well after `steps` steps."""
-        self._core_waits.warn()
         job, mode = self._job, self._job.components.mode
         summary = {"status": status, "reason": reason}
-        if notes := job.components.settled.notes:
+        if notes := (*job.components.settled.notes, *self._core_waits.warn()):
             summary["notes"] = list(notes)
         if "training" in mode.lacks:
             summary["forward_only"] = True

@@ -1,5 +1,6 @@
 """Rows: averages over seeds, ratios to the resident run and the floor, losses, and the Pareto front."""
 
+import json
 import math
 
 import pytest
@@ -56,6 +57,25 @@ def test_failed_seeds_are_counted_but_not_averaged(write_run):
     write_run(seed=1, step_ms=900.0, status="failed", reason="the disk is full")
     (row,) = rows(write_run).values()
     assert (row.mean("perf/step_ms"), row.status, row.reasons) == (100.0, "1 ok, 1 failed", ["the disk is full"])
+
+
+def test_a_stopped_seed_counts_only_where_none_came_to_its_end(write_run):
+    write_run(seed=0, losses=(4.0, 3.0, 2.0))
+    stopped = write_run(seed=1, losses=(4.0,))
+    summary = json.loads((stopped / "summary.json").read_text())
+    (stopped / "summary.json").write_text(json.dumps(summary | {"status": "stopped"}))
+    (row,) = rows(write_run).values()
+    assert (row.mean("train/final_loss"), row.status) == (2.0, "1 ok, 1 stopped")
+    assert Row("alone", [run for run in row.runs if run.status == "stopped"]).measured
+
+
+def test_times_of_different_hosts_and_versions_are_marked(write_run):
+    write_run("none", hardware={"cpu_name": "A", "cpu_cores": 4, "torch": "2.13.0", "commit": "1"})
+    write_run("layer_stream", hardware={"cpu_name": "A", "cpu_cores": 2, "torch": "2.12.0", "commit": "1"})
+    write_run("tensor_swap", hardware={"cpu_name": "A", "cpu_cores": 4, "torch": "2.13.0", "commit": "1"})
+    notes = {name: row.notes for name, row in rows(write_run).items()}
+    mark = "compared across machines or versions: host 2 x A, 4 x A; torch 2.12.0, 2.13.0"
+    assert notes == {"none": [], "layer_stream": [mark], "tensor_swap": []}
 
 
 def test_the_floor_is_the_one_that_the_run_states(write_run):

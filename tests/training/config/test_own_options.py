@@ -116,6 +116,18 @@ def test_a_file_without_a_class_is_refused(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("registered")
+def test_a_file_without_the_keys_of_its_class_is_told_the_line_to_begin_with(tmp_path: Path):
+    file = write(tmp_path, "dataset", "noise", "mine.Noise")
+    file.write_text("_target_: mine.Noise\n")
+    with pytest.raises(UserError, match=r"begin it with the line (.*)$") as refused:
+        register_own([f"--config-dir={tmp_path / 'conf'}"])
+    line = str(refused.value).partition("the line ")[2]
+    file.write_text(f"{line}\n_target_: mine.Noise\n")
+    register_own([f"--config-dir={tmp_path / 'conf'}"])
+    assert "noise" in SCHEMAS["dataset"]
+
+
+@pytest.mark.usefixtures("registered")
 def test_a_command_line_without_a_folder_registers_nothing():
     before = {group: set(options) for group, options in SCHEMAS.items()}
     register_own(["offload=none", "-m"])

@@ -88,8 +88,9 @@ def test_waiting_for_cores_is_told_in_a_line(
     monkeypatch.setattr(step_timer, "monotonic", lambda: next(times))
     waiting = CoreWaits()
     statistics.write_text(waits)
-    waiting.warn()
+    told_of = waiting.warn()
     lines = [record.message for record in caplog.records]
+    assert told_of == lines
     assert [line.partition(" of its time")[0] for line in lines] == (
         ["the machine was busy: the run waited for a core in 30%"] if told else []
     )

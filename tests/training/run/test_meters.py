@@ -1,5 +1,6 @@
 """Meters of the steps between two records: speed, traffic, memory."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,19 @@ def test_memory_of_several_ranks_is_that_of_the_fullest_gpu_and_host(tmp_path: P
         assert record["memory/rss_gib"] == expected(done["rank0/memory/rss_gib"])
         # Of the whole step's batch.
         assert record["perf/tokens_per_s"] == pytest.approx(4 * 64 / record["perf/step_ms"] * 1e3)
+
+
+def test_a_step_lasts_as_long_as_the_making_of_its_batch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make = SyntheticTokens.batch
+
+    def slowly(self: SyntheticTokens, index: int) -> torch.Tensor:
+        time.sleep(0.2)
+        return make(self, index)
+
+    monkeypatch.setattr(SyntheticTokens, "batch", slowly)
+    run_here(tmp_path, *QUIET, "steps=2", "log_every=1")
+    assert all(record["perf/step_ms"] > 200 for record in metrics(tmp_path))
+    assert all(record["perf/tokens_per_s"] < 4 * 64 / 0.2 for record in metrics(tmp_path))
 
 
 def test_a_record_covers_the_steps_since_the_last(tmp_path: Path):
