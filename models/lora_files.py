@@ -156,16 +156,25 @@ def _parsed(root: nn.Module, state: Mapping[str, Tensor]) -> tuple[Layers, list[
 def _converted(root: nn.Module, file: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns what the pipeline of the model makes of the keys of other programs, with alphas among the tensors.
 
-    diffusers takes alphas by patterns, which miss those of the attention of UNets; so they go by layer here.
+    diffusers takes alphas by patterns, which miss those of the attention of UNets; so they go by layer here. Some
+    conversions drop keys with no more than a remark (`diff_b` of Flux); autograd tells which tensors are in the result.
+    Raises ValueError for keys that are dropped, or cannot be converted.
     """
     kind = type(root).__name__
-    with without_remarks():
+    matrices = {key: tensor for key, tensor in state.items() if tensor.is_floating_point() and "alpha" not in key}
+    with without_remarks(), torch.enable_grad():
         loader = _loader(root)
         if loader is None:
             return state
+        for tensor in matrices.values():
+            tensor.requires_grad_()
         try:
+            # Copies, because conversions change tensors in place.
             made = loader.lora_state_dict(
-                dict(state), return_lora_metadata=True, return_alphas=True, unet_config=root.config
+                {key: tensor.clone() for key, tensor in state.items()},
+                return_lora_metadata=True,
+                return_alphas=True,
+                unet_config=root.config,
             )
         # The conversions raise errors of any type where the keys are not what they expect.
         except Exception as error:
@@ -174,8 +183,17 @@ def _converted(root: nn.Module, file: Path, state: dict[str, Tensor]) -> dict[st
                 f"{file} has {first_and_count(list(state))}, which diffusers cannot convert for a {kind} ({reason}):"
                 " give a LoRA for this model"
             ) from error
+        found = [tensor.float().sum() for tensor in made[0].values() if tensor.requires_grad]
+        total = sum(found, torch.zeros((), requires_grad=True))
+        reached = torch.autograd.grad(total, [*matrices.values()], allow_unused=True)
+    pairs = zip(matrices.items(), reached, strict=True)
+    dropped = [key for (key, tensor), gradient in pairs if gradient is None and tensor.any()]
+    if dropped:
+        raise ValueError(
+            f"{file} has {first_and_count(dropped)}, which diffusers leaves out of a {kind}: give a file without"
+        )
     alphas = made[1] if len(made) == 3 and made[1] else {}
-    return made[0] | {key: torch.as_tensor(alpha) for key, alpha in alphas.items()}
+    return {key: torch.as_tensor(value).detach() for key, value in (made[0] | alphas).items()}
 
 
 def _loader(root: nn.Module) -> Any:

@@ -1,6 +1,7 @@
 """LoRA files that are written and read here compute what they do in diffusers, in peft and in ComfyUI."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from tests.models.helpers.small_diffusion import TIMES, inputs_of, small
 # ComfyUI has other names for the layers of Wan.
 IN_COMFY = [name for name in PIPELINES if name != "wan"]
 OF_WAN = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+QKV = "lora_unet_double_blocks_0_img_attn_qkv"
 OF_UNET = ["to_q", "to_out.0", "ff.net.0.proj", "proj_in", "conv1"]
 EXACT = [Lora(4, 8.0), RsLora(4, 8.0), Dora(4, 8.0)]
 
@@ -160,13 +162,22 @@ def test_each_alpha_of_kohya_counts_as_in_comfy(tmp_path: Path):
 
 def test_kohyas_file_for_flux_is_read_as_diffusers_reads_it(tmp_path: Path):
     torch.manual_seed(0)
-    qkv = "lora_unet_double_blocks_0_img_attn_qkv"
-    tensors = {f"{qkv}.lora_down.weight": torch.randn(4, 16), f"{qkv}.lora_up.weight": torch.randn(48, 4)}
-    path = saved(tmp_path / "lora", tensors | {f"{qkv}.alpha": torch.tensor(2.0)})
+    tensors = {f"{QKV}.lora_down.weight": torch.randn(4, 16), f"{QKV}.lora_up.weight": torch.randn(48, 4)}
+    path = saved(tmp_path / "lora", tensors | {f"{QKV}.alpha": torch.tensor(2.0)})
     theirs, ours = small("flux"), adapted("flux", Lora(4, 4.0, targets=[f"transformer_blocks.*.to_{x}" for x in "qkv"]))
     pipeline_of("flux", theirs.network).load_lora_weights(path)
     load_adapter(ours, path)
     assert torch.equal(output("flux", ours), output("flux", theirs))
+
+
+@pytest.mark.parametrize("key", [f"{QKV}.diff_b", "other.lora_down.weight"])
+def test_keys_that_diffusers_drops_with_no_more_than_a_remark_are_refused(tmp_path: Path, key: str):
+    model = adapted("flux", Lora(4, 4.0, targets=[f"transformer_blocks.*.to_{x}" for x in "qkv"]))
+    tensors = {f"{QKV}.lora_down.weight": torch.ones(4, 16), f"{QKV}.lora_up.weight": torch.ones(48, 4)}
+    check_adapter(model, saved(tmp_path / "zeros", tensors | {key: torch.zeros(16)}))
+    path = saved(tmp_path / "lora", tensors | {key: torch.ones(16)})
+    with pytest.raises(ValueError, match=rf"has {re.escape(key)}, which diffusers leaves out of a Flux"):
+        check_adapter(model, path)
 
 
 def sd3_tensors(rank: int = 4, *targets: str) -> dict[str, Tensor]:
