@@ -17,6 +17,8 @@ from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, 
 
 KEY = "model.source"
 SCHEDULER = "task.scheduler"
+# Weights that are not loaded: of torch, of llama.cpp, of Keras and of Flax.
+OTHER_FORMATS = ("*model*.bin", "*.pth", "*.gguf", "*model*.h5", "*model*.msgpack")
 SCHEDULER_FILES = [PIPELINE_FILE, f"scheduler/{SCHEDULER_FILE}"]
 
 
@@ -100,10 +102,18 @@ def scheduler_given(given: str | None, model: DictConfig) -> Path | None:
 def weights_of_source(model: DictConfig) -> str | None:
     """Returns the value for model.weights=auto: model.source if it has weights, None if it names an architecture.
 
-    Raises UserError for a folder with a damaged index.
+    Raises UserError for a folder with a damaged index, or with weights in other formats alone.
     """
     path = home_expanded(KEY, model.source)
     if path.is_dir():
         with as_user_error(f"{KEY}={model.source}: ", after=", or give model.weights=null"):
-            return model.source if weight_files_in(path) else None
+            if weight_files_in(path):
+                return model.source
+        own = path / part_in(path)
+        if others := [file.name for form in OTHER_FORMATS for file in own.glob(form)]:
+            raise UserError(
+                f"{KEY}={model.source}: has its weights as {others[0]} and not as .safetensors, which from_pretrained"
+                " and save_pretrained make of them: give the folder of these, or model.weights=null for the seed"
+            )
+        return None
     return model.source if HubName.of(model.source) else None

@@ -194,6 +194,9 @@ def test_what_auto_stands_for(tmp_path: Path, repositories: dict):
         chosen(str(tmp_path))
     for file in tmp_path.glob("model*"):
         file.unlink()
+    with pytest.raises(UserError, match=r"has its weights as pytorch_model\.bin and not as \.safetensors, which"):
+        chosen(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").unlink()
     assert chosen(str(tmp_path)) is None
     lines = components_of("model=hf", "model.source=gpt2", "dataset=synthetic").settled.reasons
     assert lines["model.weights"].startswith("the weights begin from the seed")
