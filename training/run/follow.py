@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from offload import Speculation
+from offload import HostAdamW, Speculation
 from training.config import schema
 from training.config.construct import keys_under
 from training.evaluation.held_out import scores_of_parts
@@ -98,6 +98,8 @@ def join(world: World) -> Group:
 
 def obey(ranks: Group) -> None:
     """Builds this rank's part of the run, and carries out orders until the one to end. Raises FirstLostError."""
+    # torch imports its compiler with the first optimizer, which takes seconds: now, while rank 0 plans.
+    HostAdamW([torch.nn.Parameter(torch.empty(1, device="meta"))])
     match ranks.messages.order():
         case ("build", config, invocation, speculation):
             with built(config, invocation, ranks, speculation) as job:
