@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # The number of steps on which most models were trained, which a network knows as 0 to 999.
 STEPS = 1000
 EPSILON, SAMPLE, V_PREDICTION = PREDICTIONS = ("epsilon", "sample", "v_prediction")
+# Keys by which a model of noise has other times than the steps of its betas.
+OTHER_TIMES = {"timestep_type": "continuous", "use_flow_sigmas": True}
 ADVICE = "download it again"
 
 
@@ -65,9 +67,11 @@ def read_scheduler(file: Path) -> TrainingScheduler:
             raise ValueError(f"{file}: num_train_timesteps={steps}: only {STEPS} is supported for velocities")
         return made
     alphas, prediction = getattr(sampler, "alphas_cumprod", None), config.get("prediction_type")
-    if alphas is None or prediction not in PREDICTIONS or config.get("timestep_type") == "continuous":
+    other = next((key for key in OTHER_TIMES if config.get(key) == OTHER_TIMES[key]), None)
+    if alphas is None or prediction not in PREDICTIONS or other:
+        told = f" {other}={OTHER_TIMES[other]}" if other else ""
         raise ValueError(
-            f"{file}: {name} with prediction_type={prediction}: no task trains such a model: known are velocities"
+            f"{file}: {name} with prediction_type={prediction}{told}: no task trains such a model: known are velocities"
             f" (FlowMatch...), and {', '.join(PREDICTIONS)} at whole steps"
         )
     if not torch.allclose(made.alphas_cumprod.to(alphas.dtype), alphas, rtol=0, atol=1e-6):
@@ -132,8 +136,4 @@ def shift_by_tokens(file: Path, scheduler: FlowMatchEulerDiscreteScheduler) -> C
 
 
 def _is_flow(name: str, config: Mapping[str, Any]) -> bool:
-    return (
-        name.startswith("FlowMatch")
-        or config.get("prediction_type") == "flow_prediction"
-        or bool(config.get("use_flow_sigmas"))
-    )
+    return name.startswith("FlowMatch") or config.get("prediction_type") == "flow_prediction"

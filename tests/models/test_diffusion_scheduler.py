@@ -67,7 +67,11 @@ def test_keys_that_a_file_lacks_have_the_defaults_of_its_class(tmp_path: Path) -
         ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}, 3.0),
         ("FlowMatchHeunDiscreteScheduler", {"shift": 2.0}, 2.0),
         ("UniPCMultistepScheduler", {"prediction_type": "flow_prediction", "flow_shift": 5.0}, 5.0),
-        ("DPMSolverMultistepScheduler", {"use_flow_sigmas": True, "flow_shift": 4.0}, 4.0),
+        (
+            "DPMSolverMultistepScheduler",
+            {"use_flow_sigmas": True, "flow_shift": 4.0, "prediction_type": "flow_prediction"},
+            4.0,
+        ),
         ("FlowMatchEulerDiscreteScheduler", {}, 1.0),
     ],
 )
@@ -89,7 +93,11 @@ def test_samplers_of_velocities_bring_their_shift(tmp_path: Path, name: str, con
         ({"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 10}, "num_train_timesteps=10: only"),
         (
             {"_class_name": "EulerDiscreteScheduler", "prediction_type": "v_prediction", "timestep_type": "continuous"},
-            "EulerDiscreteScheduler with prediction_type=v_prediction: no task trains",
+            "EulerDiscreteScheduler with prediction_type=v_prediction timestep_type=continuous: no task trains",
+        ),
+        (
+            {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True},
+            "DPMSolverMultistepScheduler with prediction_type=epsilon use_flow_sigmas=True: no task trains",
         ),
     ],
 )
