@@ -109,9 +109,9 @@ def writer(
     if "pipeline" in config.dataset:
         raise UserError(f"{options.run}: its model makes pictures: give --picture FILE.png")
     tokenizer = tokenizer_of(config, options.run)
-    check_vocabulary(config, components.model, tokenizer.vocab_size)
     refuse_model(components.model, options.run)
     prompt = prompt_of(config, tokenizer)
+    check_vocabulary(config, components.model, tokenizer.vocab_size, max(prompt) + 1)
     positions = len(prompt) + options.tokens
     # The last token is only drawn.
     refuse_positions(components.model, positions - 1, f"--tokens={options.tokens} after {len(prompt)} of the prompt")

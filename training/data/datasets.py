@@ -5,7 +5,8 @@ Every dataset has:
 * `batch(index)`: int64 [batch_size, seq_len + 1] on the CPU; inputs are `[:, :-1]`, labels `[:, 1:]`. It is a pure
   function of the dataset, the seed and the index. Earlier calls, the process, its threads and the machine do not
   change it.
-* `vocab_size`: all token ids are below it. The model's vocabulary must be at least as large.
+* `vocab_size`: all token ids are below it. The model's vocabulary must be at least as large; `used_ids`, where all
+  tokens are in memory, suffices where the tokenizer is the model's own.
 * `num_blocks`: the sequences in one epoch; None where that is unknown or endless.
 * `eval_batches(count)`: up to `count` batches of the held-out split, the same at each call. No token of theirs is a
   label in `batch`, however often or seldom the run evaluates. Empty if the split is too small for a sequence.

@@ -61,6 +61,11 @@ class PackedTokens:
         """The SHA-256 of all tokens in their own dtype, in little-endian byte order."""
         return hashlib.sha256(self._tokens.astype(self._tokens.dtype.newbyteorder("<"), copy=False)).hexdigest()
 
+    @cached_property
+    def used_ids(self) -> int:
+        """One more than the largest id in the text."""
+        return 1 + max(int(part.max()) for part in (self._tokens, self._held_out) if len(part))
+
     def batch(self, index: int) -> torch.Tensor:
         """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU. Earlier calls do not change it."""
         places = places_of_batch(index, self._batch_size, self.num_blocks)

@@ -83,7 +83,7 @@ class CausalLM(Task):
 
         if not hasattr(dataset, "vocab_size"):
             raise _without_tokens()
-        check_vocabulary(config, model, dataset.vocab_size)
+        check_vocabulary(config, model, dataset.vocab_size, getattr(dataset, "used_ids", None))
         if config.dataset.get("packed"):
             # The positions of packed samples begin anew, so a row may have more than the model can take.
             refuse_positions(model, dataset.longest, f"seq_len={config.seq_len}: a chat has {dataset.longest}")

@@ -55,14 +55,23 @@ class TextSampler(Sampler):
         return None if text is None else TextSample(sample.prompt, text)
 
 
-def check_vocabulary(config: DictConfig, model: nn.Module, vocab_size: int) -> None:
-    """Raises UserError if the model has fewer ids than a tokenizer with `vocab_size`."""
+def check_vocabulary(config: DictConfig, model: nn.Module, vocab_size: int, used: int | None = None) -> None:
+    """Raises UserError if the model has fewer ids than a tokenizer with `vocab_size`.
+
+    The model's own tokenizer may have more, as that of Gemma 3 has for pictures, which the model of 1B lacks: of these
+    `used`, one more than the largest id that is to be computed with, is compared.
+    """
+    if used is not None and config.model.weights is not None and brought_tokenizer(config):
+        vocab_size = used
     if vocab_size <= model.vocab_size:
         return
     if config.model.weights is not None:
         # More rows than the weights have are none that were trained.
-        own = own_tokenizer(config.model) is not None and not brought_tokenizer(config)
-        advice = "take dataset.tokenizer=auto" if own else "give a dataset.tokenizer that has no more"
+        if brought_tokenizer(config):
+            advice = f"leave out the texts with the ids from {model.vocab_size} on"
+        else:
+            own = own_tokenizer(config.model) is not None
+            advice = "take dataset.tokenizer=auto" if own else "give a dataset.tokenizer that has no more"
     elif hasattr(model, "hf"):
         advice = f"take model.overrides={as_override(_with_vocabulary(config, model, vocab_size))}"
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import nn
 
 from models.llama import Llama
-from tests.training.helpers.in_process import components_of, composed
+from tests.training.helpers.in_process import components_of, composed, run_here
+from tests.training.helpers.pretrained_folder import save_pretrained, small_tokenizer
 from training.errors import UserError
 from training.tasks.causal_lm import CausalLM
 
@@ -34,6 +37,23 @@ def test_a_dataset_without_tokens_and_a_small_vocabulary_are_named():
         CausalLM().check(config, SimpleNamespace(vocab_size=99999), SimpleNamespace(vocab_size=256))
     with pytest.raises(UserError, match=r"^task=causal_lm: Identity has no vocabulary"):
         CausalLM().check_model(config, nn.Identity())
+
+
+@pytest.mark.parametrize("dataset", ["text", "chat"])
+def test_ids_that_the_models_own_tokenizer_has_and_no_text_do_no_harm(tmp_path: Path, dataset: str):
+    model, file = tmp_path / "model", tmp_path / "data.jsonl"
+    (tokenizer := small_tokenizer()).add_tokens("<picture>")
+    save_pretrained(model, vocab_size=len(tokenizer) - 1, tokenizer=False)
+    tokenizer.save_pretrained(model)
+    keys = (f"dataset={dataset}", f"dataset.files={file}", "model=hf", f"model.source={model}", "seq_len=32", "steps=1")
+    keys += ("batch_size=2", "warmup_steps=0", "device=cpu", "hardware=h200", "tracking=disabled")
+    for said in ("the lazy dog ", "the <picture>"):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+        file.write_text(json.dumps({"text": said * 20, "messages": messages}) + "\n")
+        if "<picture>" not in said:
+            run_here(tmp_path / "run", *keys)
+    with pytest.raises(UserError, match=r"and the model \d+: leave out the texts with the ids from \d+ on$"):
+        run_here(tmp_path / "refused", *keys)
 
 
 @pytest.mark.parametrize("dataset", ["letters", "synthetic_images", "synthetic_video_latents"])

@@ -30,7 +30,8 @@ class OfMessages(ABC):
     """Examples of .jsonl, .json and .parquet files, or of a dataset of the Hub, kept in memory as tokens.
 
     conf/dataset/chat.yaml explains the keys. Which examples are held out is drawn by `seed` and the number of the
-    example alone. `num_blocks` is the number of rows in an epoch, `longest` that of positions in the longest sample.
+    example alone. `num_blocks` is the number of rows in an epoch, `longest` that of positions in the longest sample,
+    `used_ids` one more than the largest id.
 
     Raises UserError if a row cannot be read or rendered, or nothing is left to train on.
     """
@@ -91,6 +92,7 @@ class OfMessages(ABC):
         self._rows = self._rows_of(self._trained)
         self.num_blocks = self._rows.num_blocks
         self.longest = int(self._tokens.positions.max())
+        self.used_ids = 1 + int(self._tokens.ids.max())
 
     @abstractmethod
     def _rendered(self, rows: RowsRead) -> Iterator[tuple[Sample, ...]]:
