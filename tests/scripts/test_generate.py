@@ -13,9 +13,8 @@ from tests.scripts.conftest import called
 from tests.training.helpers.in_process import TINY_RUN, composed, conf_initialised, run_here, saved_run
 from tests.training.helpers.pretrained_folder import save_pretrained
 from training.config.modes import mode_options
-from training.runs import repeat
+from training.runs import invocation, repeat
 from training.runs.directory import RunDirectory
-from training.saved_runs import finding
 from training.visible_text import visible_lines
 
 
@@ -34,7 +33,7 @@ def test_the_text_is_the_same_in_every_mode(
     asked = (run, "def main(", "--tokens", "8", "--temperature", "3", "--seed", "5")
     assert called(monkeypatch, generate, *asked) == 0
     text = capsys.readouterr().out
-    for module in (finding, repeat):
+    for module in (invocation, repeat):
         # From here on conf/ is read once, not twice for each mode.
         monkeypatch.setattr(module, "initialize_config_dir", lambda *folder, **version: conf_initialised())
     assert text.startswith("def main(")
