@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from posixpath import splitext
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from training.data.captioned import videos
-from training.data.captioned.captions import captions_below
+from training.data.captioned.captions import BESIDE, captions_below
 from training.data.captioned.columns import ColumnPicture
 from training.data.images import EXTENSIONS, existing_folder, files_below
 from training.data.packing import random_words
@@ -91,14 +92,21 @@ def in_buckets(found: Iterable[tuple[ColumnPicture, str]], *, size: int, multipl
 def _in_folder(
     folder: Path, repeats: int, sizes: list[tuple[int, int]], frames: int | None, fps: float | None
 ) -> Iterator[CaptionedPicture]:
-    if unread := files_below(folder, OTHER_PICTURES):
-        raise UserError(f"dataset.folder={folder}: {unread[0]} is of a kind that is not read: save it as .png")
+    files = files_below(folder, EXTENSIONS + videos.ENDINGS)
+    # A caption tells that a file of any other kind is a picture.
+    captioned = {splitext(name)[0] for name in files_below(folder, BESIDE)} - {splitext(name)[0] for name in files}
+    for name in files_below(folder, ("",)):
+        stem, ending = splitext(name)
+        if ending.lower() in OTHER_PICTURES or (stem in captioned and ending.lower() not in BESIDE):
+            raise UserError(
+                f"dataset.folder={folder}: {name} is of a kind that is not read: save it as .png, or move it out of the"
+                " folder"
+            )
     if frames is None and (unread := files_below(folder, videos.ENDINGS)):
         raise UserError(
             f"dataset.folder={folder}: {unread[0]} is a video: give dataset.frames=N, how many are taken of each, for a"
             " pipeline of videos; or move it out of the folder"
         )
-    files = files_below(folder, EXTENSIONS + videos.ENDINGS)
     masks = frozenset(_mask_of(file) for file in files).intersection(files)
     pictures, short = [file for file in files if file not in masks], []
     if not pictures:

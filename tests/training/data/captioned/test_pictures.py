@@ -185,11 +185,13 @@ def test_keys_depend_on_contents_and_options_and_not_on_paths(tmp_path: Path) ->
         ("a.mp4", r"a video: give dataset\.frames=N, .*; or move it out of the folder"),
         ("sub/b.WEBM", r"a video: give dataset\.frames=N"),
         ("c.heic", r"of a kind that is not read: save it as \.png"),
+        ("sub/e.jfif", r"of a kind that is not read: save it as \.png, or move it out of the folder"),
     ],
 )
 def test_videos_and_pictures_that_are_not_read_are_refused(tmp_path: Path, name: str, advice: str) -> None:
     save(tmp_path / "sub" / "z.png", drawn(64, 64))
     (tmp_path / name).write_bytes(b"")
+    (tmp_path / name).with_suffix(".txt").write_text("a caption")
     with pytest.raises(UserError, match=rf"^dataset\.folder=.*: {name} is {advice}"):
         found_in(tmp_path)
 
