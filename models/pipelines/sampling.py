@@ -10,8 +10,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from models.diffusion_scheduler import ADVICE, library
+from models.json_files import read_object
 from models.pipelines.opening import open_pipeline
 from models.pipelines.recording import CPU, Asked, Recorder, moved
+from models.quiet_imports import without_remarks
 
 
 class _StoppedError(Exception):
@@ -19,13 +22,26 @@ class _StoppedError(Exception):
 
 
 class PipelineSampler:
-    """Makes pictures with the pipeline in `folder`, whose scheduler, guidance and VAE are its own.
+    """Makes pictures with the pipeline in `folder`, whose guidance and VAE are its own.
 
     `network` is its transformer or UNet, `dtype` that of the VAE, which is on the device while a picture is decoded.
+    `scheduler` is the file of the scheduler that says what the network predicts; None: the pipeline's own.
     """
 
-    def __init__(self, folder: Path, network: nn.Module, dtype: torch.dtype, device: torch.device):
-        self._pipeline = open_pipeline(folder, network, dtype, without_text_encoders=True)
+    def __init__(
+        self,
+        folder: Path,
+        network: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheduler: Path | None = None,
+    ):
+        parts = {}
+        if scheduler is not None:
+            kind = getattr(library(), read_object(scheduler, ADVICE)["_class_name"])
+            with without_remarks():
+                parts["scheduler"] = kind.from_pretrained(scheduler.parent)
+        self._pipeline = open_pipeline(folder, network, dtype, without_text_encoders=True, parts=parts)
         self._recorder, self._device = Recorder(self._pipeline, network, device), device
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
@@ -15,6 +16,7 @@ from models.pipelines.sampling import PipelineSampler
 from training.errors import UserError
 from training.tasks.sample import ImageSample, grid_of, to_uint8
 from training.tasks.task import Sampler
+from training.weights.source import scheduler_given
 
 
 @dataclass
@@ -26,6 +28,7 @@ class PipelineSamples(Sampler):
     size: tuple[int, int]
     steps: int
     seed: int
+    scheduler: Path | None
     sampler: PipelineSampler | None = None
 
     @classmethod
@@ -34,7 +37,8 @@ class PipelineSamples(Sampler):
         given = f"sample.every={config.sample.every}"
         if not config.sample.prompts:
             raise UserError(f"{given}: give sample.prompts=['a cat', 'a dog'], of which pictures are made")
-        return cls(tuple(config.sample.prompts), model.encoded(), sample_size(config), steps, config.seed)
+        scheduler = scheduler_given(config.task.scheduler, config.model)
+        return cls(tuple(config.sample.prompts), model.encoded(), sample_size(config), steps, config.seed, scheduler)
 
     def sample(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> ImageSample | None:
         pictures = self.pictures(model, device, stopped)
@@ -43,7 +47,8 @@ class PipelineSamples(Sampler):
     def pictures(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> Tensor | None:
         """Returns the pictures of all prompts, uint8 [n, height, width, 3], or as `sample`."""
         if self.sampler is None:
-            self.sampler = PipelineSampler(model.folder, model.network, model.network.dtype, device)
+            parts = model.folder, model.network, model.network.dtype
+            self.sampler = PipelineSampler(*parts, device, self.scheduler)
         pictures = []
         for number, prompt in enumerate(self.prompts):
             encoded = self.encoded.prompt_of(prompt)

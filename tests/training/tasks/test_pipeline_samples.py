@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from diffusers import DDIMScheduler
 from PIL import Image
 
-from tests.models.helpers.tiny_pipelines import saved
+from tests.models.helpers.tiny_pipelines import made, saved
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of, run_here
 from training.errors import UserError
@@ -38,6 +40,20 @@ def test_samples_are_equal_under_each_mode_and_change_with_training(
     assert all(map(np.array_equal, pictures["none"], pictures["layer_stream"]))
     first, *_, last = pictures["none"]
     assert not np.array_equal(first, last)
+
+
+def test_samples_are_made_by_the_scheduler_of_the_weights(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A model of v beside the pipeline of one that predicts noise."""
+    source, weights = saved("sdxl", tmp_path_factory), tmp_path / "weights"
+    pipeline = made("sdxl")
+    pipeline.scheduler = DDIMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    pipeline.save_pretrained(weights)
+    overrides = (*overrides_of(source, draw_pictures(tmp_path / "pictures"), "noise_prediction"), *SAMPLES)
+    run_here(tmp_path / "run", *overrides, f"model.weights={weights}", "steps=1", "sample.prompts=['a red ball']")
+    found = np.asarray(Image.open(tmp_path / "run" / "samples" / "step-000000.png"))[1:-1, 1:-1]
+    given = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "np"}
+    expected = pipeline("a red ball", **given, generator=torch.Generator().manual_seed(0))[0][0]
+    np.testing.assert_allclose(found, expected * 255, atol=1)
 
 
 def test_samples_without_prompts_are_refused(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
