@@ -263,7 +263,8 @@ def _config(root: nn.Module, file: Path, header: str) -> LoraConfig:
 
     prefix = f"{prefix_of(root)}."
     try:
-        return LoraConfig(**{key.removeprefix(prefix): value for key, value in json.loads(header).items()})
+        values = {key: value for key, value in json.loads(header).items() if not key.startswith(TEXT)}
+        return LoraConfig(**{key.removeprefix(prefix): value for key, value in values.items()})
     except (TypeError, ValueError, AttributeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{file} has a {METADATA} that peft does not take ({reason}): give another file") from error

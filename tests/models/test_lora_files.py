@@ -304,7 +304,8 @@ def test_keys_that_diffusers_cannot_convert_are_one_line(tmp_path: Path):
 
 def test_text_encoders_are_named_and_left_out(tmp_path: Path):
     texts = ["text_encoder.text_model.q_proj.lora_A.weight", "lora_te1_text_model_q_proj.lora_down.weight"]
-    path = saved(tmp_path / "lora", LORA | {key: torch.ones(4, 16) for key in texts})
+    header = {METADATA: json.dumps(HEADER | {"text_encoder.r": 2, "text_encoder_2.lora_alpha": 3})}
+    path = saved(tmp_path / "lora", LORA | {key: torch.ones(4, 16) for key in texts}, header)
     model, other = (adapted("sd3", Lora(4, 8.0, targets=["to_q"])) for _ in range(2))
     assert sorted(check_adapter(model, path)) == sorted(texts)
     load_adapter(model, path)
