@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from models.pipelines.model import PipelineModel
 from offload.planning import (
     DryRun,
+    MemoryTracker,
     Phase,
     PlannedSharers,
     SimulatedStreams,
     dry_run,
     dry_run_forwards,
+    fused_kernels,
     left_as_found,
 )
 from training.batches import Batch, examples_in
@@ -100,6 +102,15 @@ def _dry_run(
         sharers=sharers,
         options=components.options,
     )
+
+
+def forward_flops(components: Components) -> float:
+    """Returns the FLOPs of a step's forwards alone: the forward of a head may compute gradients too (`models.loss`)."""
+    tracker, model = MemoryTracker(), components.model
+    example = components.task.meta_batch(components.config, 1)
+    with left_as_found(model), fused_kernels(tracker.add_flops), torch.no_grad(), tracker.recording():
+        loss_to_train(components.task, model, example)
+    return tracker.flops * components.config.batch_size
 
 
 def without_dry_run(components: Components) -> DryRun:

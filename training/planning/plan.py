@@ -23,7 +23,7 @@ from training.config.construct import make_mode
 from training.config.declare import AUTO
 from training.config.modes import weights_node
 from training.errors import UserError, first_line
-from training.planning.dry_step import MOST_DRY, dry_step, reference_note, refuse_shapes, without_dry_run
+from training.planning.dry_step import MOST_DRY, dry_step, forward_flops, reference_note, refuse_shapes, without_dry_run
 from training.planning.machine import Machine
 from training.planning.memory import PlannedMemory, PlannedUpdate, budgets_of, logits_bytes
 from training.planning.notes import notes_of, streamed_share
@@ -168,6 +168,9 @@ def _assembled(
     everything = sum(parameter.numel() for parameter in components.model.parameters())
     trained = sum(parameter.numel() for parameter in trained_parameters(components.model))
     model_flops = components.task.flops(components.model, config)
+    if model_flops is None and any(phase.flops for phase in times.phases):
+        # Backward has those of forward for the gradients of activations, and as many for those of weights that train.
+        model_flops = (2 + trained / everything) * forward_flops(components)
     return RunPlan(
         device_bytes=memory.device,
         host_bytes=memory.host,
@@ -180,7 +183,7 @@ def _assembled(
             "activations out": step.total("activation_d2h_bytes"),
         },
         forecast=times.forecast,
-        model_flops=model_flops or times.model_flops(trained / everything) * config.devices,
+        model_flops=model_flops or 0.0,
         floor_ms=times.floor_ms(machine, components.dtype) if has_gpu else None,
         budgets=budgets_of(config, machine, has_gpu),
         machine=machine,

@@ -79,11 +79,6 @@ class PlannedTimes:
         )
         return floor_ms(machine.bandwidth, bytes_in, bytes_out, flops, datasheet_flops(machine.name, dtype))
 
-    def model_flops(self, trained_share: float) -> float:
-        """Returns the FLOPs of a step without recomputation, where a `trained_share` (0 to 1) of the numbers trains."""
-        # Backward has those of forward for the gradients of activations, and as many for those of weights that train.
-        return (2 + trained_share) * sum(phase.flops for phase in self.phases if phase.forward)
-
 
 def _simulated_ms(
     components: Components, machine: Machine, phases: Sequence[Phase], timed: SimulatedStreams | None

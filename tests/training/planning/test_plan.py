@@ -17,6 +17,7 @@ from models.llama import Llama
 from offload.knobs import GIB
 from offload.modes import tensor_swap
 from offload.weights.gradients import ring
+from tests.test_any_model import GPT2
 from tests.training.helpers.in_process import ROOT, command_here, components_of
 from training.errors import UserError
 from training.planning.machine import machine_of
@@ -35,6 +36,17 @@ def run(folder: Path, *overrides: str, status: int = 0) -> str:
 
 def read(folder: Path, name: str) -> dict:
     return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("given", [(), ("recompute=block",), ("microbatches=2",), ("precision=fp32",)])
+def test_flops_of_a_library_model_are_three_of_its_forward_though_the_head_computes_gradients_in_it(planned, given):
+    job = (*GPT2, "dataset=synthetic", "batch_size=4", "precision=bf16", *given)
+    # A token's products with the weights of two blocks and of the head, and attention over half of 64 positions.
+    forward = 4 * 64 * (2 * (2 * 12 * 32**2 + 300 * 32) + 2 * 4 * 32 * 64 / 2)
+    assert planned(*job).model_flops == 3 * forward
+    adapted = planned(*job, "adapter=lora", "adapter.rank=1")
+    share = adapted.trained_parameters / adapted.parameters
+    assert adapted.model_flops == pytest.approx((2 + share) * forward, rel=0.05)
 
 
 @pytest.mark.slow

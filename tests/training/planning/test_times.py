@@ -23,14 +23,6 @@ def times_of(phases: tuple[Phase, ...]) -> PlannedTimes:
     return PlannedTimes(phases, UpdateTimes(), expected, ())
 
 
-@pytest.mark.parametrize(("trained_share", "times"), [(1.0, 3), (0.0, 2), (0.5, 2.5)])
-def test_backward_has_the_flops_of_forward_once_more_and_those_of_the_weights_that_train(
-    trained_share: float, times: float
-):
-    # A recompute adds to the second phase, and not to these.
-    assert times_of(PHASES).model_flops(trained_share) == times * 6e12
-
-
 def test_the_floor_is_the_larger_way_of_the_bus_or_the_peak_of_a_gpu_that_is_known():
     h200 = replace(machine_of(components_of(*SMALL_MODEL)), h2d_gb_s=10, d2h_gb_s=10, both_gb_s=10)
     assert times_of(PHASES).floor_ms(h200, torch.bfloat16) == pytest.approx(300)
