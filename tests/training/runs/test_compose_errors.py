@@ -18,6 +18,8 @@ from training.runs.compose_errors import explain_refusal, is_refusal
     [
         ("offload=fast", "offload=fast: there is no such option; choose from "),
         ("steps=many", "steps=many: must be a whole number"),
+        ("schedule.warmup=0.03", "schedule.warmup=0.03: must be a whole number, or auto"),
+        ("vram_budget=0.5", "vram_budget=0.5: must be bytes, such as 24GiB"),
         ("optimizer.eps=fast", "optimizer.eps=fast: must be a number"),
         ("adapter=qlora", "adapter=qlora: there is no such option: write adapter=lora quantize=nf4"),
         (
