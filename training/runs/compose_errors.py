@@ -21,13 +21,14 @@ from training.visible_text import visible
 
 # OmegaConf's names of types, and the words for them here.
 OF_ANOTHER_TYPE = re.compile(
-    r"Value '(.*)' (?:of type '.*' could not be converted to|of type '.*' is incompatible with type hint|is not a valid)"
+    r"Value '(.*)' (?:of type '.*' (?:could not be converted to|is incompatible with type hint)|is not a valid)"
     r" '?([\w\[]+)"
 )
 NOT_KEYS = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)")
 OF_ANOTHER_NAME = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]$")
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "str": "a text"}
-KINDS |= {"Union[int": "a whole number, or auto", "Optional[Union[str": "bytes, such as 24GiB"}
+KINDS |= {"Union[int": "a whole number, or auto"}
+KINDS |= dict.fromkeys(("Union[str", "Optional[Union[str"), "bytes, such as 24GiB")
 # Keys whose value people leave out.
 SWITCHES = ("plan", "force", "trace")
 
