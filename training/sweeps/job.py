@@ -37,6 +37,7 @@ LOOK_S = 0.5
 # The last logged step is looked for in so many bytes at the end of a log.
 TAIL_BYTES = 8192
 STEP = re.compile(rb"^step +(\d+/\d+) .*?(ETA \S+)?$", re.MULTILINE)
+ERROR = re.compile(rb"^error: (.+)$", re.MULTILINE)
 
 
 @dataclass
@@ -51,6 +52,7 @@ class SweepJob:
         queued: whether a scheduler has the job, and runs it even if the sweep's process ends.
         refused: whether the job refused to run because its directory has results of an earlier run.
         log: the file to which the output of the job is added; None: the output goes to that of this process.
+        log_begin: the bytes that the log had before.
     """
 
     number: int
@@ -65,6 +67,7 @@ class SweepJob:
     timed_out: bool = False
     refused: bool = False
     log: Path | None = None
+    log_begin: int = 0
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -97,6 +100,7 @@ class SweepJob:
             # and the processes that the job started can be ended with it. It cannot read from the terminal.
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
+                self.log_begin = self.log.stat().st_size if self.log.exists() else 0
             with nullcontext() if self.log is None else open(self.log, "ab") as log:
                 process = subprocess.Popen(
                     command,
@@ -180,7 +184,10 @@ class SweepJob:
             return "interrupted", "interrupted"
         status = self.summary.get("status", "ok")
         # A process that fails after its summary said ok failed all the same.
-        return "failed" if status == "ok" else status, self.summary.get("reason") or f"exit status {self.exit_status}"
+        # Another run that writes to its directory, say: it may not write the reason there.
+        said = [] if self.log is None else ERROR.findall(tail_of(self.log, self.log_begin))
+        reason = said[-1].decode(errors="replace") if said else f"exit status {self.exit_status}"
+        return "failed" if status == "ok" else status, self.summary.get("reason") or reason
 
     def _record_outcome(self) -> None:
         """Writes into the summary how the job ended, if the job could not do that itself; keeps the rest of it."""
@@ -258,16 +265,20 @@ def following(title: str, log: Path, stream: TextIO | None = None) -> Iterator[N
 
 def progress_in(log: Path, begin: int) -> str:
     """Returns the last logged step in `log`, with the time left; its first `begin` bytes are of an earlier start."""
-    try:
-        with open(log, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(begin, size - TAIL_BYTES))
-            steps = STEP.findall(file.read())
-    except FileNotFoundError:
-        steps = []
+    steps = STEP.findall(tail_of(log, begin))
     if not steps:
         return "starting"
     return b"  ".join((b"step " + steps[-1][0], steps[-1][1])).decode(errors="replace").rstrip()
+
+
+def tail_of(log: Path, begin: int) -> bytes:
+    """Returns the last bytes of `log` behind its first `begin`; none of a file that is not there."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(begin, file.seek(0, 2) - TAIL_BYTES))
+            return file.read()
+    except FileNotFoundError:
+        return b""
 
 
 def print_ended(title: str, job: SweepJob, seconds: float) -> None:

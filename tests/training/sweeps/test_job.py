@@ -167,6 +167,17 @@ def test_progress_is_the_last_logged_step_of_this_job(tmp_path: Path, begin: int
     assert jobs_module.progress_in(tmp_path / "none", 0) == "starting"
 
 
+def test_a_job_that_may_not_write_its_reason_has_it_from_its_log(tmp_path: Path):
+    job = SweepJob(0, [], tmp_path, log=tmp_path / "log")
+    job.log.write_text("error: of an earlier start\n")
+    print_and_fail = "print('error: one'); print('error: a/0: another run writes here'); print('more'); exit(1)"
+    job.run([sys.executable, "-c", print_and_fail], dict(os.environ))
+    assert job.outcome == ("failed", "a/0: another run writes here")
+    job = SweepJob(0, [], tmp_path, log=job.log)
+    job.run([sys.executable, "-c", "exit(3)"], dict(os.environ))
+    assert job.outcome == ("failed", "exit status 3")
+
+
 def test_a_terminal_has_one_line_that_moves_and_is_gone_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jobs_module, "LOOK_S", 0.01)
     monkeypatch.setenv("COLUMNS", "50")
