@@ -235,7 +235,9 @@ def one_line(error: BaseException) -> str:
 
 def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns `values` with the overrides of one configuration; `found` is what the values alone describe."""
-    merged = dict(values)
+    # An entry a layer, which the class derives for another number of them.
+    derived = {key for key in values if key.endswith("layer_types") and "num_hidden_layers" in overrides}
+    merged = {key: value for key, value in values.items() if key not in derived}
     known = _known_keys(found)
     for given, value in overrides.items():
         if given in DECIDED:

@@ -20,7 +20,7 @@ class TestFindSource:
 
     def test_a_folder_begins_with_its_file(self, tmp_path: Path):
         Qwen3Config(hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path)
-        config = find_source(str(tmp_path), "causal_lm").config({"num_hidden_layers": 2, "layer_types": None})
+        config = find_source(str(tmp_path), "causal_lm").config({"num_hidden_layers": 2})
         assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (64, 2, Qwen3Config().vocab_size)
 
     @pytest.mark.parametrize(
@@ -96,8 +96,7 @@ class TestOverrides:
     def test_sub_configurations_are_merged_and_none_keeps_a_cache(self, tmp_path: Path):
         Gemma3Config(text_config={"hidden_size": 64, "num_hidden_layers": 2}).save_pretrained(tmp_path)
         for source in ("gemma3", str(tmp_path)):
-            changed = {"text_config": {"num_hidden_layers": 3, "layer_types": None}}
-            config = find_source(source, "causal_lm").config(changed)
+            config = find_source(source, "causal_lm").config({"text_config": {"num_hidden_layers": 3}})
             assert config.text_config.num_hidden_layers == 3
             width = Gemma3Config().text_config.hidden_size if source == "gemma3" else 64
             assert config.text_config.hidden_size == width
