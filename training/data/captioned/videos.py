@@ -18,11 +18,15 @@ GIF_MS = 100
 
 
 def is_video(path: Path) -> bool:
-    """Tells whether a file has more than one frame. Raises UserError for a .gif that cannot be used."""
-    if path.suffix.lower() != GIF:
-        return path.suffix.lower() in ENDINGS
+    """Tells whether a file has more than one frame. Raises UserError for a picture that cannot be used, or moves."""
+    if (ending := path.suffix.lower()) in ENDINGS:
+        return True
     with opened_picture(path, str(path)) as image:
-        return image.n_frames > 1
+        # Other formats have further pictures that are no frames: pages, gain maps of telephones.
+        moves = ending in (GIF, ".webp", ".png") and getattr(image, "n_frames", 1) > 1
+    if moves and ending != GIF:
+        raise UserError(f"dataset: {path} is a moving picture, of which .gif alone is read: save it as .gif or .mp4")
+    return moves
 
 
 def size_and_count(path: Path, fps: float | None) -> tuple[tuple[int, int], int]:

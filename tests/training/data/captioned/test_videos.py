@@ -102,6 +102,16 @@ def test_a_gif_of_one_picture_is_a_picture_and_without_frames_each_is(tmp_path: 
     assert [each.size for each in find_pictures({tmp_path: 1}, size=64, multiple=16)] == [(64, 64)] * 2
 
 
+@pytest.mark.parametrize("name", ["a.webp", "a.png"])
+def test_other_moving_pictures_are_refused_as_videos(tmp_path: Path, name: str) -> None:
+    first, second = (Image.new("RGB", (64, 64), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / name)
+    assert not is_video(tmp_path / name)
+    first.save(tmp_path / name, save_all=True, append_images=[second])
+    with pytest.raises(UserError, match=rf"{name} is a moving picture, of which \.gif alone is read: save it as \.gif"):
+        is_video(tmp_path / name)
+
+
 def test_frames_behind_transparent_ones_have_the_ground(tmp_path: Path) -> None:
     frames = [Image.new("RGBA", (16, 16), (9, 9, 9, 0)), Image.new("RGBA", (16, 16), (255, 0, 0, 255))]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], disposal=2)
