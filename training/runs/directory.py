@@ -76,7 +76,7 @@ class RunDirectory:
 
 def holds_results(run_dir: Path) -> bool:
     """Tells whether an earlier run or plan left more in `run_dir` than the reason of its failure."""
-    if _has_records(run_dir) or checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
+    if has_records(run_dir) or checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
         return True
     if not (run_dir / SUMMARY_FILE).exists():
         return False
@@ -89,14 +89,15 @@ def holds_results(run_dir: Path) -> bool:
 
 def refuse_records(run_dir: Path) -> None:
     """Raises UserError if another run has logged steps in `run_dir`: a new run would mix its records with them."""
-    if _has_records(run_dir):
+    if has_records(run_dir):
         raise UserError(
             f"{run_dir} has the {METRICS_FILE} of another run: choose another place with hydra.run.dir=PATH, or delete"
             " that directory to start again in it"
         )
 
 
-def _has_records(run_dir: Path) -> bool:
+def has_records(run_dir: Path) -> bool:
+    """Tells whether a run has logged steps in `run_dir`."""
     try:
         # A line that a killed run did not finish is not a record.
         return next(read_lines(run_dir / METRICS_FILE), b"").endswith(b"\n")

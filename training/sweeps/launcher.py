@@ -34,7 +34,7 @@ from training.metrics.run_names import SWEEP_GROUP_VARIABLE, SWEEP_LABEL_VARIABL
 from training.parallel.world import refuse_sweep
 from training.runs.bounded_files import UnreadableError, parse_yaml
 from training.runs.checkpoint_files import DamagedError, read_config
-from training.runs.directory import holds_results, refuse_program_folder
+from training.runs.directory import has_records, holds_results, refuse_program_folder
 from training.runs.files import CONSOLE_FILE, WANDB_FOLDER
 from training.runs.signals import PARENT_VARIABLE, once_per_request, signals_not_ignored
 from training.runs.starting import INTERRUPTED
@@ -89,7 +89,8 @@ class ProcessLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs a job for each list of overrides. Ctrl-C or SIGTERM ends the process with exit status 130.
 
-        Raises UserError for a time limit that is not above 0, and for resume=auto in the directory of another sweep.
+        Raises UserError for a time limit that is not above 0, for resume=auto in the directory of another sweep, and
+        without it in that of an earlier one.
         """
         setup_globals()
         self._check_options()
@@ -100,6 +101,11 @@ class ProcessLauncher(Launcher):
             directory = sweep_dir / str(config.hydra.sweep.subdir)
             job = SweepJob(number, list(overrides), directory, self._timeout_min)
             resume = OmegaConf.select(config, "resume", throw_on_resolution_failure=False)
+            if "resume" in config and resume is None and has_records(directory):
+                raise UserError(
+                    f"{directory} has a run of an earlier sweep: resume=auto runs what is missing of that sweep, another"
+                    " hydra.sweep.dir begins a new one"
+                )
             if resume == AUTO and is_finished(job, _task_config(config)):
                 job.exit_status, job.summary = 0, summary_in(job.directory)
             configs.append(config)

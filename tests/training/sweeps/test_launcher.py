@@ -210,6 +210,17 @@ def test_sweepers_get_summaries_and_exceptions():
         _ = bad.return_value
 
 
+def test_without_resume_a_sweep_does_not_begin_in_the_directory_of_an_earlier_one(tmp_path):
+    write_script(tmp_path)
+    earlier = tmp_path / "sweep" / "1"
+    earlier.mkdir(parents=True)
+    (earlier / "metrics.jsonl").write_text('{"train/step": 1}\n')
+    done = Sweep(start(tmp_path, "-m", "act=ok,once", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert (done.exit_status, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: sweep/1 has a run of an earlier sweep: resume=auto runs what is missing")
+    assert not (tmp_path / "sweep" / "0").exists()
+
+
 @pytest.mark.slow
 def test_what_is_missing_of_a_sweep_is_run_and_nothing_else(tmp_path):
     write_script(tmp_path)
