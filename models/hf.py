@@ -129,6 +129,11 @@ class CausalLanguageModel(TransformersModel):
         self._plain_head = use_plain_head(model)
 
     @property
+    def balances_experts(self) -> bool:
+        """True if the loss has the auxiliary loss of experts, which needs to know what is padding."""
+        return bool(getattr(self.hf.config.get_text_config(), "output_router_logits", False))
+
+    @property
     def chunked_loss(self) -> bool:
         """True if the loss is computed without the logits of the whole batch."""
         return self._plain_head is not None
@@ -144,7 +149,13 @@ class CausalLanguageModel(TransformersModel):
         return self.packing.why_not
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, *, segments: Tensor | None = None, reduction: str = "mean"
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        *,
+        segments: Tensor | None = None,
+        reduction: str = "mean",
+        real: Tensor | None = None,
     ) -> Tensor:
         """Returns the mean loss, a float32 scalar (float64 for a float64 model), or each position's loss.
 
@@ -156,18 +167,19 @@ class CausalLanguageModel(TransformersModel):
                 at the end. Positions begin at 0 in each sample, and none sees another.
             reduction: "mean", or "none" for [batch, seq_len], 0 where the label is -100 and without the auxiliary loss
                 of experts, which is no position's.
+            real: bool [batch, seq_len], False for padding at the end, which the auxiliary loss of experts leaves out.
 
         Raises ValueError if the shapes differ, or the model does not take packed rows.
         """
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
         mean = averages(reduction)
-        given, known = {}, one_sequence_a_row()
+        given, known = {} if real is None else {"attention_mask": real}, one_sequence_a_row()
         if segments is not None:
             if self.why_not_packed is not None:
                 raise ValueError(f"{self.hf.config.model_type} takes no packed rows, because {self.why_not_packed}")
             starts = starts_for(segments, self.hf.dtype) if self.packing.by_starts else None
-            given = {"position_ids": positions_in(segments)} | ({} if starts is None else {STARTS: starts})
+            given |= {"position_ids": positions_in(segments)} | ({} if starts is None else {STARTS: starts})
             known = packed_rows(segments, by_starts=starts is not None)
         if self._plain_head is not None:
             with known:
@@ -199,6 +211,7 @@ class CachedLanguageModel(CausalLanguageModel):
         *,
         segments: Tensor | None = None,
         reduction: str = "mean",
+        real: Tensor | None = None,
     ) -> Tensor:
         """Returns the loss as `CausalLanguageModel` does, or with `cache` the logits of the last position.
 
@@ -212,7 +225,7 @@ class CachedLanguageModel(CausalLanguageModel):
         Raises ValueError if the architecture leaves the cache as it was, so later positions would not see earlier ones.
         """
         if cache is None:
-            return super().forward(input_ids, labels, segments=segments, reduction=reduction)
+            return super().forward(input_ids, labels, segments=segments, reduction=reduction, real=real)
         if segments is not None:
             raise ValueError("segments and a cache were given: a text that is generated has a row of its own")
         if labels is not None:

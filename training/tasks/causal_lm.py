@@ -23,7 +23,8 @@ class CausalLM(Task):
 
     Or, as of chats, a dictionary of `input_ids` and `labels`, int64 [rows, L]: a label is the token that follows its
     input, or -100 where nothing is trained. Packed rows have `segments` [rows, L] too: the number of each token's
-    sample in its row, -1 for padding.
+    sample in its row, -1 for padding. `lengths` [rows] are the tokens of padded rows: the auxiliary loss of experts, in a
+    model that `balances_experts`, leaves padding out.
 
     The model returns its mean loss, in nats a token, from `model(input_ids, labels)`, of packed rows from
     `model(input_ids, labels, segments=segments)`.
@@ -34,9 +35,10 @@ class CausalLM(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):
             return model(batch[:, :-1], batch[:, 1:])
-        if "segments" in batch:
-            return model(batch["input_ids"], batch["labels"], segments=batch["segments"])
-        return model(batch["input_ids"], batch["labels"])
+        given = {"segments": batch["segments"]} if "segments" in batch else {}
+        if getattr(model, "balances_experts", False):
+            given |= _without_padding(batch)
+        return model(batch["input_ids"], batch["labels"], **given)
 
     def units(self, config: DictConfig) -> int:
         return config.batch_size * config.seq_len
@@ -99,6 +101,16 @@ class CausalLM(Task):
         from training.tasks.text_samples import TextSampler
 
         return TextSampler.of(config, model)
+
+
+def _without_padding(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns `real`, bool [rows, L], which tells tokens from padding, for a batch that has some."""
+    if "segments" in batch:
+        return {"real": batch["segments"] >= 0}
+    if "lengths" in batch:
+        places = torch.arange(batch["labels"].shape[-1], device=batch["labels"].device)
+        return {"real": places < batch["lengths"][:, None]}
+    return {}
 
 
 def _without_tokens() -> UserError:

@@ -152,6 +152,10 @@ class DPO(CausalLM):
             )
         if get_class(config.offload._target_).foreign:
             raise UserError("task=dpo: other systems train without a reference: take offload=none, or another of ours")
+        if getattr(model, "balances_experts", False):
+            raise UserError(
+                "task=dpo: has no auxiliary loss of experts: take model.overrides={output_router_logits: false}"
+            )
         refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
         if self.reference == ADAPTER:
             _check_adapter(config, model)

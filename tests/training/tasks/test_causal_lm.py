@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from models.llama import Llama
+from tests.models.helpers.hf_models import tiny
 from tests.training.helpers.in_process import components_of, composed, run_here
 from tests.training.helpers.pretrained_folder import save_pretrained, small_tokenizer
 from training.errors import UserError
 from training.tasks.causal_lm import CausalLM
+from training.tasks.dpo import DPO
 
 
 def test_tokens_are_what_it_counts():
@@ -71,6 +73,28 @@ def test_a_sequence_beyond_the_models_positions_is_refused():
     CausalLM().check_model(config, SimpleNamespace(vocab_size=256, most_positions=None))
     with pytest.raises(UserError, match=r"^seq_len=17: the model has embeddings for 16 positions: take at most 16$"):
         CausalLM().check_model(config, SimpleNamespace(vocab_size=256, most_positions=16))
+
+
+def test_the_auxiliary_loss_leaves_padding_out():
+    model = tiny("mixtral_balanced").eval()
+    ids, lengths = torch.arange(1, 22).view(3, 7), torch.tensor([7, 4, 2])
+    model.hf.router_aux_loss_coef = 100.0
+    real = torch.arange(7) < lengths[:, None]
+    ids, labels = ids.masked_fill(~real, 0), ids.masked_fill(~real, -100)
+    expected = model.hf(input_ids=ids, labels=labels, shift_labels=labels, attention_mask=real.long()).loss
+    padded = {"input_ids": ids, "labels": labels, "lengths": lengths}
+    torch.testing.assert_close(CausalLM().loss(model, padded), expected)
+    assert not torch.allclose(model(ids, labels), expected)
+    # The second and the third in one row.
+    ends = torch.tensor([[0, 0, 0, 0, 1, 1, -1]])
+    packed = {"segments": torch.cat([torch.zeros_like(ends), ends])}
+    for name in ("input_ids", "labels"):
+        first, second, third = padded[name]
+        packed[name] = torch.stack([first, torch.cat([second[:4], third[:3]])])
+    torch.testing.assert_close(CausalLM().loss(model, packed), expected)
+    config, _ = composed("task=dpo", "dataset=preferences", "dataset.files=a.jsonl")
+    with pytest.raises(UserError, match=r"^task=dpo: has no auxiliary loss of experts: take model\.overrides"):
+        DPO().check_model(config, model)
 
 
 CHAT = ("dataset=chat", "dataset.files=a.jsonl", "dataset.tokenizer=null", "seq_len=16")
