@@ -23,8 +23,8 @@ class CausalLM(Task):
 
     Or, as of chats, a dictionary of `input_ids` and `labels`, int64 [rows, L]: a label is the token that follows its
     input, or -100 where nothing is trained. Packed rows have `segments` [rows, L] too: the number of each token's
-    sample in its row, -1 for padding. `lengths` [rows] are the tokens of padded rows: the auxiliary loss of experts, in a
-    model that `balances_experts`, leaves padding out.
+    sample in its row, -1 for padding. `lengths` [rows] are the tokens of padded rows: a model that
+    `balances_experts` leaves padding out of the auxiliary loss.
 
     The model returns its mean loss, in nats a token, from `model(input_ids, labels)`, of packed rows from
     `model(input_ids, labels, segments=segments)`.
