@@ -70,7 +70,7 @@ def _listed(root: Path, pictures: frozenset[str]) -> Iterator[tuple[str, str, st
                 )
             picture = posixpath.normpath(posixpath.join(folder, file))
             if picture in pictures:
-                yield picture, source, caption
+                yield picture, source, caption.strip()
             else:
                 unknown.append(file)
         if unknown:

@@ -25,7 +25,7 @@ def test_files_beside_pictures_are_read_whole(tmp_path: Path, write: Write) -> N
 
 
 def test_rows_name_pictures_from_their_own_folder(tmp_path: Path, write: Write) -> None:
-    write("metadata.jsonl", rows(("a.png", "a"), ("./sub/b.png", "")) + "\n")
+    write("metadata.jsonl", rows(("a.png", " a\n"), ("./sub/b.png", "")) + "\n")
     write("other/metadata.jsonl", rows(("c.png", "c")))
     write("other/my_metadata.jsonl", "not read")
     write("d.txt", "d")
