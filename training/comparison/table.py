@@ -32,6 +32,8 @@ LATEX = str.maketrans(
         MISSING: "--",
     }
 )
+# Rows of which the same is said that are named; further ones are counted.
+NAMED = 3
 # Width of lines, in characters, if the output is not a terminal.
 PLAIN_WIDTH = 160
 # Characters between two columns.
@@ -139,13 +141,17 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def explanations(rows: Sequence[Row]) -> list[str]:
-    """Returns lines below the table: why runs did not finish, where and why losses depart, and the notes of runs."""
-    lines = []
+    """Returns lines below the table: why runs did not finish, where and why losses depart, and the notes of runs.
+
+    What is said of several rows is one line.
+    """
+    said: dict[str, list[str]] = {}
     for row in rows:
-        lines += [f"{row.name}: {row.status}: {reason}" for reason in row.reasons]
-        lines += [f"{row.name}: {row.departure}"] if row.departure else []
-        lines += [f"{row.name}: {note}" for note in row.notes]
-    return [visible(line) for line in lines]
+        texts = [*(f"{row.status}: {reason}" for reason in row.reasons), row.departure, *row.notes]
+        for text in filter(None, texts):
+            said.setdefault(text, []).append(row.name)
+    more = {text: f" and {len(names) - NAMED} more" if names[NAMED:] else "" for text, names in said.items()}
+    return [visible(f"{', '.join(names[:NAMED])}{more[text]}: {text}") for text, names in said.items()]
 
 
 def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = None, width: int | None = None) -> None:

@@ -103,7 +103,7 @@ class ProcessLauncher(Launcher):
             resume = OmegaConf.select(config, "resume", throw_on_resolution_failure=False)
             if "resume" in config and resume is None and has_records(directory):
                 raise UserError(
-                    f"{directory} has a run of an earlier sweep: resume=auto runs what is missing of that sweep, another"
+                    f"{directory} has a run of an earlier sweep: resume=auto runs what is missing of it, another"
                     " hydra.sweep.dir begins a new one"
                 )
             if resume == AUTO and is_finished(job, _task_config(config)):

@@ -6,7 +6,7 @@ import io
 import pytest
 
 from training.comparison.rows import Row
-from training.comparison.table import COLUMNS, MISSING, print_tables, to_csv, to_latex, to_markdown
+from training.comparison.table import COLUMNS, MISSING, explanations, print_tables, to_csv, to_latex, to_markdown
 from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
 
 
@@ -139,3 +139,13 @@ def test_a_spread_that_rounds_to_zero_is_left_out_and_ratios_have_none(write_run
         write_run(seed=seed, step_ms=step_ms)
     (row,) = write_run.rows()
     assert (text_in(row, "step ms"), text_in(row, "to none")) == (text, "1.00")
+
+
+def test_what_is_said_of_several_rows_is_one_line(write_run):
+    for slots in range(2, 7):
+        write_run("layer_stream", knobs={"slots": slots}, status="failed", reason="the disk is full")
+    write_run("none", status="failed", reason="no room")
+    assert explanations(write_run.rows()) == [
+        "none: failed: no room",
+        "layer_stream slots=2, layer_stream slots=3, layer_stream slots=4 and 2 more: failed: the disk is full",
+    ]
