@@ -129,7 +129,7 @@ class NetworkCall:
             places=given[0],
             shape=tuple(first.arguments[latents].shape[1:]),
             answer=order,
-            sign=int(answer.sign()[0]) * (-1 if first.is_rising else 1),
+            sign=int(answer.sign()[0]) * (-1 if first.inverted else 1),
             time_dtype=time.dtype,
             time_shape=tuple(time.shape[1:]),
             count=_count(recorder.name, first),
@@ -334,7 +334,7 @@ def _on(tree: Any, device: torch.device) -> Any:
 def _count(pipeline: str, record: Record) -> tuple[int, int, int]:
     """Returns the row of `COUNTS` by which the network's time follows from the scheduler's, counted from the image."""
     times = [float(time.flatten()[0]) for time in record.times]
-    steps = [STEPS - step if record.is_rising else step for step in record.steps]
+    steps = [STEPS - step if record.inverted else step for step in record.steps]
     for row in COUNTS:
         divided_by, sign, plus = row
         expected = [plus + sign * step / divided_by for step in steps]

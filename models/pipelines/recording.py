@@ -60,6 +60,7 @@ class Record:
         steps, times: the scheduler's numbers of both steps, and what the network got for them.
         noise: the shape in which the pipeline drew its noise.
         sample, predicted: the latents and the network's answer as the scheduler got them, in the first step.
+        inverted: the scheduler counts from noise to image, and steps along the negative velocity (Mochi).
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -70,11 +71,7 @@ class Record:
     noise: tuple[int, ...] | None = None
     sample: Tensor | None = None
     predicted: Tensor | None = None
-
-    @property
-    def is_rising(self) -> bool:
-        """Whether the scheduler counts from noise to image, and steps along the negative velocity (Mochi)."""
-        return self.steps[0] < self.steps[1]
+    inverted: bool = False
 
 
 class _EnoughError(Exception):
@@ -254,7 +251,9 @@ class Recorder:
 
     def _step(self, record: Record, predicted: Tensor, step: Any, sample: Tensor, *_: Any, **__: Any) -> _Stepped:
         record.predicted, record.sample = predicted.cpu(), sample.cpu()
-        record.steps = [float(number) for number in self._pipeline.scheduler.timesteps[:2]]
+        scheduler = self._pipeline.scheduler
+        record.steps = [float(number) for number in scheduler.timesteps[:2]]
+        record.inverted = bool(scheduler.config.get("invert_sigmas"))
         return _Stepped((sample,))
 
 
