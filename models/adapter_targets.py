@@ -35,6 +35,8 @@ def target_names(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     a match.
     """
     layers = dict(_layers(root))
+    if "all-linear" in (patterns or ()):
+        raise ValueError("targets=all-linear: is written null here, all linear layers of the blocks")
     if patterns is None:
         in_blocks = set(_names_in_lists(root))
         names = [name for name, layer in layers.items() if name in in_blocks and not isinstance(layer, CONVOLUTIONS)]

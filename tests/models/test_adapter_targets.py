@@ -91,6 +91,7 @@ def test_patterns_match_whole_names_and_their_ends():
     [
         (["q_proj", "qq"], f"targets=qq: matches no module; the model has {', '.join(sorted((*ATTENTION, *MLP)))}"),
         # It computes the loss, and is no layer with one input and one output.
+        (["all-linear"], "targets=all-linear: is written null here"),
         (["lm_head"], "targets=lm_head: matches no module; the model has"),
         (["embed_tokens"], "targets=embed_tokens: matches no module"),
         ([], "targets=[]: give patterns, or null for all linear layers of the blocks; the model has"),
