@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from models.adapters import NAME, config_of, root_of
 from models.json_files import as_json, read_object
-from models.lora_files import folded, read_lora, scale_of, scaled, shared_name
+from models.lora_files import ONLY, check_only, folded, read_lora, scale_of, scaled, shared_name
 from models.safetensors_files import DTYPES, StoredTensor, open_file, read_headers, read_into, write_tensors
 from models.weights import check_fits, first_and_count
 from models.whole_folder import Fill, Write, bytes_of
@@ -30,12 +30,8 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "base_model.model."
 # The error for a file that peft has not written.
 GIVE_OTHERS = "give a folder that peft has saved"
-# The keys of peft's configuration that this program does not have, with the only values that it can load.
-ONLY = {"peft_type": ("LORA",), "bias": ("none",), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
-ONLY |= {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None,)}
-ONLY |= {"use_qalora": (False,), "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None,)}
-# With others, such as pissa, peft changes the base too when it loads the file.
-ONLY |= {"init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
+# As `ONLY`, of adapters in peft's files.
+HERE = ONLY | {"rank_pattern": (None, {}), "alpha_pattern": (None, {})}
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -197,7 +193,5 @@ def _check_config(model: nn.Module, file: Path) -> float:
         raise ValueError(
             f"{file} has {state} of experts that are one tensor, unlike this adapter: give the same experts"
         )
-    for key, values in ONLY.items():
-        if stored[key] not in values:
-            raise ValueError(f"{file} has {key}={stored[key]}, which cannot be loaded here")
+    check_only(file, stored, HERE)
     return scale_of(stored) / scale_of(own)

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 # The key of the header in which diffusers keeps peft's configuration.
 METADATA = "lora_adapter_metadata"
+# The keys of peft's configuration that this program does not have, with the only values that it can load.
+ONLY = {"peft_type": ("LORA",), "bias": ("none",), "lora_bias": (None, False), "layer_replication": (None,)}
+ONLY |= {"trainable_token_indices": (None,), "use_qalora": (False,), "alora_invocation_tokens": (None,)}
+ONLY |= {"arrow_config": (None,), "use_bdlora": (None,)}
+# With others, such as pissa, peft changes the base too when it loads the file.
+ONLY |= {"init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 # The keys of text encoders, in diffusers' form and in kohya's, begin with one of these.
 TEXT = ("text_encoder", "lora_te")
 # What a converted key says: a layer, and a part of its adapter.
@@ -264,10 +270,19 @@ def _config(root: nn.Module, file: Path, header: str) -> LoraConfig:
     prefix = f"{prefix_of(root)}."
     try:
         values = {key: value for key, value in json.loads(header).items() if not key.startswith(TEXT)}
-        return LoraConfig(**{key.removeprefix(prefix): value for key, value in values.items()})
+        config = LoraConfig(**{key.removeprefix(prefix): value for key, value in values.items()})
     except (TypeError, ValueError, AttributeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{file} has a {METADATA} that peft does not take ({reason}): give another file") from error
+    check_only(file, config.to_dict(), ONLY)
+    return config
+
+
+def check_only(file: Path, config: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ValueError if a value of peft's configuration is not among those of its key in `only`."""
+    for key, values in only.items():
+        if config[key] not in values:
+            raise ValueError(f"{file} has {key}={config[key]}, which cannot be loaded here")
 
 
 def _alpha(config: LoraConfig, layer: str) -> float:

@@ -261,6 +261,12 @@ HEADER = {"transformer.r": 4, "transformer.lora_alpha": 4}
             "has an alpha of .*to_q and a lora_adapter_metadata: remove one of the two$",
         ),
         (Lora(4, 8.0, targets=["to_q"]), LORA, {"transformer.rs": 3}, "has a lora_adapter_metadata that peft does not"),
+        (
+            Lora(4, 8.0, targets=["to_q"]),
+            LORA,
+            HEADER | {"transformer.init_lora_weights": "pissa"},
+            "has init_lora_weights=pissa, which cannot be loaded here$",
+        ),
         (Lora(4, 8.0, targets=["to_q"]), {}, None, "has no adapter of a SD3Transformer2DModel"),
     ],
 )
