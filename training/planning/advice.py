@@ -24,7 +24,7 @@ from training.config.schema import OnNonfinite, Precision, chosen_format, quanti
 from training.config.validation import check
 from training.errors import UserError
 from training.metrics.progress import phase
-from training.planning.dry_step import examples_of_rank
+from training.planning.dry_step import examples_of_microbatch, examples_of_rank
 from training.planning.memory import UNDO_LOG
 from training.planning.plan import PlannedStep, plan_filled
 from training.planning.report import Limit, RunPlan
@@ -281,13 +281,17 @@ def _lossy(
         yield Change({"optimizer.state_dtype": "bf16"}, where)
     whole = config.microbatches == 1 or components.footprint.layer_major
     alone = config.devices == 1 and config.on_nonfinite == OnNonfinite.stop
-    clips = config.clip_norm is not None and optimizer.get("gradients") == AUTO
-    if clips and whole and alone and plan.host_bytes["gradients"] >= worth:
+    releases = alone and optimizer.get("gradients") == AUTO and plan.host_bytes["gradients"] >= worth
+    if releases and whole and config.clip_norm is not None:
         yield Change({"clip_norm": "null"}, host)
     if has_formats and optimizer.state_dtype == "bf16":
         yield Change({"optimizer.state_dtype": "int8"}, where)
     if has_formats and optimizer.master == "compact" and config.precision == Precision.bf16:
         yield Change({"optimizer.master": "stochastic"}, where)
+    if releases and not whole:
+        # Gradients that are added to none of another microbatch need no home either.
+        one = {"microbatches": "1", "batch_size": str(examples_of_microbatch(config))}
+        yield Change({"clip_norm": "null", **one}, host)
     where = both if plan.host_bytes["activations"] >= worth else both[1:]
     if examples_of_rank(config) > 1 and components.footprint.layer_major:
         yield Change({"batch_size": str(max(config.batch_size // 2, config.devices))}, where)

@@ -113,6 +113,19 @@ def test_without_clipping_gradients_need_no_memory(plans, monkeypatch: pytest.Mo
     assert advice_on(components, plan, host_budget=limit).startswith("clip_norm=null (planned: ")
 
 
+def test_where_microbatches_add_up_gradients_a_step_of_one_of_them_is_advised(plans, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    smallest = ("optimizer.state_dtype=int8", "optimizer.master=stochastic", "microbatches=2")
+    overrides = (*SMALL, "model.num_hidden_layers=8", *STREAMED, *smallest)
+    components, plan = plans(*overrides)
+    limit = plan.totals["host_budget"] - plan.host_bytes["gradients"] // 8
+    advice = advice_on(components, plan, host_budget=limit)
+    rows = components.config.batch_size // 2
+    assert advice.startswith(f"clip_norm=null microbatches=1 batch_size={rows} (planned: ")
+    _, after = plans(*with_advice(overrides, advice))
+    assert after.totals["host_budget"] <= limit
+
+
 @pytest.mark.slow
 def test_frozen_weights_beside_an_adapter_are_quantised_where_nothing_else_helps(plans):
     overrides = (*SMALL, "adapter=lora", "precision=bf16", "offload=layer_stream", "optimizer=adamw")
