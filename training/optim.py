@@ -16,6 +16,9 @@ from offload import HostAdamW
 
 logger = logging.getLogger(__name__)
 
+# Times settle after fewer steps; other programs have warmup_steps for the learning rate.
+MANY_UNTIMED = 10
+
 
 class AdamW(HostAdamW):
     """AdamW for parameters on host and device in one model, all updated in `step`, with the numbers of `HostAdamW`.
@@ -43,7 +46,14 @@ class AdamW(HostAdamW):
 
 
 def warn_of_rates(config: DictConfig) -> None:
-    """Warns of a learning rate of 0, and of a warm-up that lasts beyond the last step."""
+    """Warns of a learning rate of 0, of a warm-up that lasts beyond the last step, and of one in the wrong key."""
+    if config.warmup_steps > MANY_UNTIMED and config.schedule.warmup != config.warmup_steps:
+        logger.warning(
+            "warmup_steps=%s: so many steps are left out of the measured times; the learning rate rises over"
+            " schedule.warmup=%s",
+            config.warmup_steps,
+            config.schedule.warmup,
+        )
     if not config.optimizer.lr:
         logger.warning("optimizer.lr=%s: nothing learns: take auto, or a number above 0", config.optimizer.lr)
     if config.schedule.warmup >= config.steps:

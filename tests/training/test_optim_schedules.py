@@ -72,8 +72,16 @@ def test_a_warm_up_that_never_ends_is_named_once(caplog: pytest.LogCaptureFixtur
 
 def test_a_learning_rate_of_nothing_is_named(caplog: pytest.LogCaptureFixture):
     warn_of_rates(checked("optimizer.lr=0", "schedule.warmup=0"))
+    warn_of_rates(checked("optimizer.lr=1", "schedule.warmup=100", "warmup_steps=100"))
     (record,) = caplog.records
     assert record.getMessage() == "optimizer.lr=0: nothing learns: take auto, or a number above 0"
+
+
+def test_steps_that_are_left_out_of_times_are_no_warm_up_of_the_rate(caplog: pytest.LogCaptureFixture):
+    warn_of_rates(checked("optimizer.lr=1", "schedule.warmup=10", "warmup_steps=100"))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("warmup_steps=100: ")
+    assert record.getMessage().endswith("rises over schedule.warmup=10")
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])

@@ -198,6 +198,11 @@ def check_dataset(dataset: DictConfig) -> None:
             else f"dataset.files={dataset.files} dataset.name={dataset.name}: give one of them, and the other as null"
         )
         raise UserError(f"{given}: files=PATH of .jsonl, .json or .parquet files, or name=OWNER/NAME of the Hub")
+    for key, usual in (("config_name", None), ("split", "train"), ("revision", None)):
+        if dataset.files is not None and dataset[key] != usual:
+            raise UserError(
+                f"dataset.{key}={dataset[key]}: has no effect on dataset.files, but on dataset.name: leave it out"
+            )
     columns = dataset.columns
     if columns is not None and not (
         OmegaConf.is_dict(columns) and all(name is None or isinstance(name, str) for name in columns.values())

@@ -27,6 +27,7 @@ def test_what_is_right_passes(overrides: tuple[str, ...]) -> None:
             ("dataset.files=a.jsonl", "dataset.name=a/b"),
             "dataset.files=a.jsonl dataset.name=a/b: give one of them, and",
         ),
+        (("dataset.files=a.jsonl", "dataset.split=test"), "dataset.split=test: has no effect on dataset.files"),
         (("dataset.files=3",), r"dataset.files=3: must be a path or pattern \(chats/\*.jsonl\), or a list of them"),
         (("dataset.files=a.jsonl", "dataset.eval_files=[]"), r"dataset.eval_files=\[\]: must be a path or pattern"),
         (("dataset.files=a.jsonl", "dataset.columns=chat"), "dataset.columns=chat: must be names by names"),
