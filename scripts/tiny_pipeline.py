@@ -9,6 +9,7 @@ NAME.txt.
 """
 
 import argparse
+import logging
 import random
 import sys
 from pathlib import Path
@@ -20,6 +21,11 @@ from training.runs import starting
 if __name__ == "__main__":
     starting.refuse_foreign_python()
     starting.end_on_interrupt()
+    from models.quiet_imports import import_quantisers
+
+    import_quantisers()
+    # Libraries remark on what they lack as they are imported.
+    logging.disable(logging.WARNING)
 
 import diffusers
 import numpy as np

@@ -1,14 +1,24 @@
 """The tiny pipeline and its pictures are made, and experiment=pictures trains on them."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import tiny_pipeline
+from tests import ROOT
 from tests.training.helpers.in_process import run_here
 from tests.training.helpers.results import losses
 from training.errors import UserError
+
+
+def test_libraries_make_no_remarks_before_its_own_lines():
+    done = subprocess.run(
+        [sys.executable, "scripts/tiny_pipeline.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
 
 
 def test_the_experiment_trains_on_what_the_script_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
