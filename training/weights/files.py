@@ -63,6 +63,9 @@ def _as_adapter(path: Path, given: str) -> str:
     option = "dora" if values.get("use_dora") else "rslora" if values.get("use_rslora") else "lora"
     knobs = {"r": "rank", "lora_alpha": "alpha"}
     settings = [f"adapter.{knob}={values[key]}" for key, knob in knobs.items() if key in values]
+    for key, knob in (("target_modules", "targets"), ("modules_to_save", "modules_to_save")):
+        if isinstance(names := values.get(key), list):
+            settings.append(f"'adapter.{knob}=[{','.join(sorted(names))}]'")
     return " ".join([f"adapter={option}", *settings, f"adapter.weights={given}"])
 
 

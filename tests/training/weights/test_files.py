@@ -1,5 +1,7 @@
 """The weights of `model.weights`: local ones, and those of the Hugging Face Hub, with a client that is not asked."""
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +73,13 @@ def test_an_adapter_is_not_a_model(tmp_path: Path):
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=r"has an adapter and no model: give it as adapter=lora adapter\.weights=.*,"):
+        ModelWeights.find(str(tmp_path))
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "modules_to_save": ["lm_head"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    advice = (
+        "adapter=lora adapter.rank=4 adapter.alpha=8 'adapter.targets=[q_proj,v_proj]' 'adapter.modules_to_save=[lm_"
+    )
+    with pytest.raises(UserError, match=f"give it as {re.escape(advice)}"):
         ModelWeights.find(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert ModelWeights.find(str(tmp_path)).path() == tmp_path
