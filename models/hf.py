@@ -67,6 +67,8 @@ def build_hf(
     # Where a task has several classes, transformers takes the one that is named here, or the first.
     config.architectures = config.architectures or []
     chosen = {} if attention == AUTO else {"attn_implementation": attention}
+    # A file may name a backend that is not installed here.
+    config._attn_implementation = None
     try:
         model = auto.from_config(config, dtype=dtype or torch.get_default_dtype(), **chosen)
     # Each architecture refuses sizes that do not fit in its own way; some miss a package.

@@ -230,7 +230,8 @@ def sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def one_line(error: BaseException) -> str:
     """Returns the message of an error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
+    return f"there is no {message}" if isinstance(error, KeyError) else message
 
 
 def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[str, Any], path: str) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Models of transformers behind one way to call each; `tests/models/test_hf_modes.py` trains them under the modes."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -123,6 +126,15 @@ class TestBuildHf:
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
     def test_the_attention_backend_is_set(self, attention: str):
         assert tiny("qwen3", "meta", attention).hf.config._attn_implementation == attention
+
+    def test_the_backend_and_the_activation_that_a_file_names(self, tmp_path: Path):
+        config = tiny("qwen3", "meta").hf.config.to_dict()
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
+        assert build_hf(str(tmp_path), "causal_lm").hf.config._attn_implementation == "sdpa"
+        file.write_text(json.dumps(config | {"hidden_act": "nonsense"}))
+        with pytest.raises(ValueError, match=r"^qwen3: there is no 'nonsense'$"):
+            build_hf(str(tmp_path), "causal_lm")
 
     def test_auto_takes_what_there_is(self):
         assert tiny("qwen3", "meta").hf.config._attn_implementation == "sdpa"
