@@ -22,6 +22,8 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assi
 COLUMNS = (
     "messages", "prompt", "completion", "instruction", "input", "output", "system", "tools", "chat_template_kwargs",
 )  # fmt: skip
+# Keys with which other programs leave a turn out of the loss, where they are false: OpenAI's, and two of Axolotl's.
+UNTRAINED = ("weight", "train", "training")
 LAYOUTS = "messages, or prompt and completion, or instruction and output"
 
 Message = dict[str, Any]
@@ -94,13 +96,19 @@ def conversation_with(
 ) -> Conversation:
     """Makes a conversation of `prompt`, `completion` and the row's columns system, tools and chat_template_kwargs.
 
-    Raises UserError, beginning with `where`, for a completion without an assistant's turn, and a column of another
-    type.
+    Raises UserError, beginning with `where`, for a completion without an assistant's turn, or with one that is not to
+    be trained on, and for a column of another type.
     """
     if not any(message["role"] == "assistant" for message in completion):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in completion)) or "no messages"
         raise UserError(f"{where}: no assistant's turn to train on (it has {roles}): remove the row")
     messages = [*prompt, *completion]
+    for key in UNTRAINED:
+        if any(message["role"] == "assistant" and message.get(key) == 0 for message in completion):
+            raise UserError(
+                f"{where}: has an assistant's turn whose {key} says not to train on it, which is not followed: remove"
+                " the key, or give the turns up to that one as prompt and the others as completion"
+            )
     system = columns.value(row, "system")
     if system:
         if not isinstance(system, str):

@@ -86,6 +86,10 @@ def test_system_tools_and_values_of_the_template() -> None:
         ({"messages": [USER]}, r"no assistant's turn to train on \(it has user\): remove the row"),
         ({"messages": []}, r"no assistant's turn to train on \(it has no messages\)"),
         ({"prompt": [USER, ASSISTANT], "completion": [USER]}, "no assistant's turn"),
+        (
+            {"messages": [USER, ASSISTANT | {"weight": 0}]},
+            "has an assistant's turn whose weight says not to train on it",
+        ),
         ({"messages": [USER, "4"]}, "message 2 is str, not an object with role and content"),
         ({"messages": [{"content": "4"}]}, r"message 1 has no role \(its keys: content\)"),
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no content"),
