@@ -62,7 +62,7 @@ class RunSummary:
         """Returns how far the record of the steps since the last one, up to `step`, is from a warm-up.
 
         0: it ends in one; 1 and 3: it ends behind one, of an earlier run and of this one; 2 and 4: all of it is behind
-        it. A record has the mean of its steps.
+        it. A record has the mean of its steps, without those of the warm-up where others follow (`StepMeter`).
         """
         of_this_run = step > self._start
         start = self._start if of_this_run else 0

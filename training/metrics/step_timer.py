@@ -36,8 +36,12 @@ class StepTimer:
             times_ms = [start.elapsed_time(end) for start, end in self._steps]
         else:
             times_ms = [(end - start) * 1e3 for start, end in self._steps]
-        self._steps.clear()
+        self.discard()
         return times_ms
+
+    def discard(self) -> None:
+        """Forgets the steps since the last call of `collect`."""
+        self._steps.clear()
 
     def _now(self):
         if not self._streams.asynchronous:

@@ -34,6 +34,7 @@ class StepMeter:
         self._peak_flops = known_peak_flops(components.device, components.dtype)
         self.units = job.start.units
         """tokens, say, that the run has trained on"""
+        self._warm_from = job.start.step + components.config.warmup_steps + 1
         # In the steps that are timed, since the last record.
         self._timed_units = 0
         # The mode's counters at the last record, and those before a step that is traced.
@@ -42,6 +43,10 @@ class StepMeter:
 
     def start(self, step: int) -> None:
         """Starts `step`, and the profiler if it is to be traced."""
+        if step == self._warm_from:
+            # A record has none of the warm-up, if other steps follow in it.
+            self._timer.discard()
+            self._counters, self._timed_units = self._job.attached.counters(), 0
         self._before_trace = self._job.attached.counters() if self._tracer.start(step) else None
         self._timer.start()
 

@@ -100,10 +100,28 @@ def test_a_record_covers_the_steps_since_the_last(tmp_path: Path):
     assert all(record["transfer/d2h_gib"] > 0 for record in records)
 
 
+def test_a_record_with_steps_behind_the_warm_up_has_none_of_the_warm_up(tmp_path: Path, monkeypatch):
+    make = SyntheticTokens.batch
+
+    def slow_at_first(self: SyntheticTokens, index: int) -> torch.Tensor:
+        time.sleep(1.0 if index == 1 else 0.0)
+        return make(self, index)
+
+    monkeypatch.setattr(SyntheticTokens, "batch", slow_at_first)
+    run_here(tmp_path, *QUIET, "steps=4", "log_every=4", "offload=layer_stream", "warmup_steps=2")
+    (record,) = metrics(tmp_path)
+    # With the second step it would be more than a quarter of a second.
+    assert record["perf/step_ms"] < 250
+    assert record["perf/tokens_per_s"] == pytest.approx(4 * 64 / record["perf/step_ms"] * 1e3)
+    assert record["train/tokens"] == 4 * 4 * 64
+    planned = summary(tmp_path)
+    assert record["transfer/h2d_gib"] == planned["planned/transfer/h2d_gib"]
+
+
 def test_the_speed_of_a_record_is_that_of_the_mean_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     times_ms = [[100.0, 300.0], [40.0, 60.0], [80.0]]
     monkeypatch.setattr(StepTimer, "collect", lambda timer: times_ms.pop(0))
-    run_here(tmp_path, *QUIET, "steps=5", "log_every=2")
+    run_here(tmp_path, *QUIET, "steps=5", "log_every=2", "warmup_steps=0")
     records = metrics(tmp_path)
     assert [record["perf/step_ms"] for record in records] == pytest.approx([200.0, 50.0, 80.0])
     # 4 sequences of 64 tokens a step.
@@ -121,7 +139,7 @@ def test_speed_and_total_count_no_padding_and_survive_a_resumption(tmp_path: Pat
 
     monkeypatch.setattr(SyntheticTokens, "batch", padded)
     monkeypatch.setattr(StepTimer, "collect", lambda timer: [timer._steps.clear(), 100.0, 300.0][1:])
-    job = (*QUIET, "log_every=2", "checkpoint.every=2")
+    job = (*QUIET, "log_every=2", "checkpoint.every=2", "warmup_steps=0")
     run_here(tmp_path / "run", *job, "steps=4", "checkpoint.keep=9")
     records = metrics(tmp_path / "run")
     assert [record["train/tokens"] for record in records] == [4 + 14, 4 + 14 + 24 + 34]
