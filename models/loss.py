@@ -217,4 +217,4 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype != total.dtype and a.device.type in WIDE_PRODUCT_DEVICES:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)
