@@ -190,7 +190,9 @@ def find_source(source: str, task: str) -> Source:
         model_type = values.get("model_type")
     else:
         nearest = _nearest(source, [*CONFIG_MAPPING, *SHAPES])
-        raise ValueError(f"{source!r} is neither a model type of transformers nor a folder{nearest}")
+        raise ValueError(
+            f"{source!r} is neither a model type of transformers nor a folder, nor OWNER/NAME of the Hub{nearest}"
+        )
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"{source}: model_type={model_type!r} is not an architecture of the installed transformers"

@@ -28,6 +28,7 @@ class TestFindSource:
         [
             ("gpt2", "regression", "^task='regression': must be one of causal_lm, classification$"),
             ("qwen33", "causal_lm", "'qwen33' is neither a model type of transformers nor a folder.*qwen3"),
+            ("https://huggingface.co/Qwen/Qwen3-8B", "causal_lm", "nor OWNER/NAME of the Hub"),
             ("gpt2", "classification", "gpt2 has no model for task=class"),
             ("t5", "causal_lm", "^t5 has no model for task=causal_lm$"),
             ("vit", "causal_lm", r"^vit has no model for task=causal_lm; it has one for model\.task=class"),
