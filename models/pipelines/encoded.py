@@ -1,31 +1,41 @@
 """EncodedFolder: what the text encoders and the VAE of a pipeline have made, kept for all later runs.
 
-It is below $XDG_CACHE_HOME/lightering/encoded (else ~/.cache/...), in a folder for each pipeline and precision:
-safetensors files named by what they are made of (a picture, a caption), and a file for the network's call at each shape
-of latents.
+It is below $XDG_CACHE_HOME/lightering/encoded (else ~/.cache/...), in a folder for each pipeline, precision and release
+of the libraries: safetensors files named by what they are made of (a picture, a caption), and a file for the network's
+call at each shape of latents.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
+from models.json_files import read_object
 from models.pipelines.calls import NetworkCall
 from models.quantise_cache import source_digest
 
-# What the results do not depend on.
-OTHERS = ("transformer", "unet", "scheduler", "feature_extractor", "safety_checker")
+# What the results do not depend on; of the network and the scheduler, the pipeline asks for their configurations.
+OTHERS = ("feature_extractor", "safety_checker")
+CONFIGURED = {"transformer": "config.json", "unet": "config.json", "scheduler": "scheduler_config.json"}
+# How a pipeline calls its parts, and what they compute, is in these.
+LIBRARIES = ("diffusers", "transformers")
+# Bytes at the end of a file that are read: the end of a torch archive lists the checksums of its tensors.
+END = 1 << 26
 INDEX = "model_index.json"
 # Of the files; those of another one are not read.
-VERSION = 5
+VERSION = 6
 # The calls of plans that are being made, by the path of the folder and the shape of latents.
 _planned: dict[Path, dict[tuple[int, ...], NetworkCall]] = {}
 
@@ -40,8 +50,14 @@ class EncodedFolder:
         self.path = cache / "lightering" / "encoded" / name
 
     def has(self, key: str) -> bool:
-        """Tells whether there are tensors of that key."""
-        return self._file(key).is_file()
+        """Tells whether there are tensors of that key, in a whole file."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._file(key), "pt"):
+                return True
+        except (FileNotFoundError, SafetensorError):
+            return False
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Keeps tensors by their names."""
@@ -62,8 +78,7 @@ class EncodedFolder:
 
     def prompt_of(self, prompt: str) -> list[Any] | None:
         """Returns what `write_prompt` was given for `prompt`; None if it was not."""
-        file = self._prompt_file(prompt)
-        return torch.load(file, weights_only=True) if file.is_file() else None
+        return _loaded(self._prompt_file(prompt))
 
     def write_call(self, call: NetworkCall) -> None:
         """Keeps the network's call for latents of one shape."""
@@ -73,13 +88,12 @@ class EncodedFolder:
         """Returns the network's call for latents of the shape `noise`; None: it was not asked for yet."""
         if found := _planned.get(self.path, {}).get(tuple(noise)):
             return found
-        file = self._call_file(noise)
-        return NetworkCall.from_state(torch.load(file, weights_only=True)) if file.is_file() else None
+        found = _loaded(self._call_file(noise))
+        return found and NetworkCall.from_state(found)
 
     def calls(self) -> list[NetworkCall]:
         """Returns all that are known, the one of the largest latents first."""
-        files = self.path.glob("call-*.pt")
-        calls = [NetworkCall.from_state(torch.load(file, weights_only=True)) for file in files]
+        calls = [NetworkCall.from_state(found) for file in self.path.glob("call-*.pt") if (found := _loaded(file))]
         calls = {call.noise: call for call in calls} | _planned.get(self.path, {})
         return sorted(calls.values(), key=lambda call: (-torch.Size(call.noise).numel(), call.noise))
 
@@ -102,6 +116,11 @@ class EncodedFolder:
         return self.path / f"call-{'x'.join(map(str, noise))}.pt"
 
 
+def _loaded(path: Path) -> Any:
+    """Returns what `_save` was given; None if there is no file, or only the beginning of one."""
+    return torch.load(path, weights_only=True) if zipfile.is_zipfile(path) else None
+
+
 def _save(path: Path, value: Any) -> None:
     content = io.BytesIO()
     torch.save(value, content)
@@ -110,23 +129,32 @@ def _save(path: Path, value: Any) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Nobody reads half a file, and two runs may write the same one.
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    # Nobody reads half a file, and two runs may write the same one, in containers with the same process number.
+    partial = path.with_suffix(f".{uuid4().hex}.partial")
     partial.write_bytes(content)
     partial.replace(path)
 
 
 def digest_of(pipeline: Path) -> str:
-    """Returns the SHA-256 of what decides the results: weights by samples of their bytes, all other files in full."""
+    """Returns the SHA-256 of what decides the results: libraries, configurations, tokenizers, samples of weights."""
     digest, weights = hashlib.sha256((pipeline / INDEX).read_bytes()), []
+    digest.update("".join(version(library) for library in LIBRARIES).encode())
     for folder in sorted(pipeline.iterdir()):
         if not folder.is_dir() or folder.name in OTHERS or folder.name.startswith("."):
+            continue
+        if name := CONFIGURED.get(folder.name):
+            found = read_object(folder / name, "download the pipeline again")
+            # Others tell where it is from.
+            told = {key: value for key, value in found.items() if key == "_class_name" or not key.startswith("_")}
+            digest.update(json.dumps(told, sort_keys=True).encode())
             continue
         for file in sorted(folder.iterdir()):
             if file.suffix == ".safetensors":
                 weights.append(file)
-            elif file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja"):
-                digest.update(file.name.encode() + file.read_bytes())
+            elif file.is_file() and not file.name.startswith("."):
+                with file.open("rb") as content:
+                    content.seek(max(0, file.stat().st_size - END))
+                    digest.update(file.name.encode() + content.read())
     if weights:
         digest.update(source_digest(weights).encode())
     return digest.hexdigest()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from models.pipelines import encoded
 from models.pipelines.calls import NetworkCall
 from models.pipelines.encoded import EncodedFolder, digest_of
 from models.pipelines.recording import Recorder
@@ -61,21 +63,69 @@ def test_planned_calls_are_known_for_a_while_and_not_kept(sd3_folder: Path):
     assert not folder.path.exists()
 
 
-def test_the_digest_is_of_encoders_alone(sd3_folder: Path, tmp_path: Path):
+def test_parts_of_files_are_no_results(sd3_folder: Path):
+    pipeline, folder = made("sd3"), EncodedFolder(sd3_folder, torch.float32)
+    call = NetworkCall.of(Recorder(pipeline, pipeline.transformer.to("meta"), torch.device("cpu")), (32, 32))
+    for written in (True, False):
+        folder.write("a", {"latents": torch.rand(4, 4)})
+        folder.write_prompt("cat", [torch.rand(4, 4), None])
+        folder.write_call(call)
+        assert all(path.suffix != ".partial" for path in folder.path.iterdir())
+        if not written:
+            for path in folder.path.iterdir():
+                path.write_bytes(path.read_bytes()[:-10])
+        assert folder.has("a") == written
+        assert (folder.prompt_of("cat") is not None) == written
+        assert (folder.call_of(call.noise) is not None) == bool(folder.calls()) == written
+
+
+def test_two_runs_of_one_process_number_write_the_same_file(sd3_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in containers that share the cache: the second one begins before the first has ended."""
+    folder, rename, begun = EncodedFolder(sd3_folder, torch.float32), Path.replace, []
+
+    def replace(path: Path, target: Path) -> Path:
+        if not begun:
+            begun.append(path)
+            folder.write("a", {"latents": torch.ones(4)})
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    folder.write("a", {"latents": torch.ones(4)})
+    assert torch.equal(folder.read("a")["latents"], torch.ones(4))
+
+
+def test_the_digest_is_of_what_results_depend_on(
+    sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
     before = digest_of(sd3_folder)
-    file = sd3_folder / "transformer" / "config.json"
-    content = file.read_text()
-    file.write_text(content + " ")
-    assert digest_of(sd3_folder) == before
-    file.write_text(content)
-    for name in ("vae/config.json", "tokenizer/tokenizer_config.json"):
+
+    def changed(name: str, content: str) -> bool:
         file = sd3_folder / name
-        content = file.read_text()
-        file.write_text(content + " ")
-        assert digest_of(sd3_folder) != before
-        file.write_text(content)
+        own = file.read_text()
+        file.write_text(content or own + " ")
+        after = digest_of(sd3_folder)
+        file.write_text(own)
+        return after != before
+
+    assert changed("vae/config.json", "")
+    assert changed("tokenizer/tokenizer_config.json", "")
+    for name in ("transformer/config.json", "scheduler/scheduler_config.json"):
+        config = json.loads((sd3_folder / name).read_text())
+        assert not changed(name, json.dumps(config | {"_name_or_path": "here", "_diffusers_version": "0"}))
+        # That of Flux tells its pipeline whether the network takes a guidance.
+        assert changed(name, json.dumps(config | {"guidance_embeds": True}))
     assert digest_of(sd3_folder) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(encoded, "version", lambda name: "0")
+        assert digest_of(sd3_folder) != before
+    folder, vae = saved("sd3", tmp_path_factory), made("sd3").vae
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    digests = set()
+    for _ in range(2):
+        vae.save_pretrained(folder / "vae", safe_serialization=False)
+        digests.add(digest_of(folder))
+        vae.encoder.conv_in.weight.data[0] += 1
+    assert len(digests) == 2
     template = sd3_folder / "tokenizer" / "chat_template.jinja"
     template.write_text("user {{ messages[0]['content'] }}")
     assert digest_of(sd3_folder) != before
-    template.unlink()

@@ -125,12 +125,18 @@ class Captioned:
             found = in_buckets(rows, size=size, multiple=multiple)
         # Of all folders, in an order of their own.
         found = [found[number] for number in epoch_order(len(found), HELD_OUT, 0)]
-        count = int(len(found) * eval_share)
-        self._pictures, self._held_out = found[: len(found) - count], found[len(found) - count :]
+        self._keys: dict[CaptionedPicture, str] = {}
+        # The same picture may be in two folders, or in a row for each of its captions.
+        held = {self._key(picture, self._views[0]) for picture in found[len(found) - int(len(found) * eval_share) :]}
+        self._pictures, self._held_out = [], []
+        for picture in found:
+            is_held = bool(held) and self._key(picture, self._views[0]) in held
+            (self._held_out if is_held else self._pictures).append(picture)
+        if not self._pictures:
+            raise UserError(f"dataset.eval_share={eval_share}: holds out all pictures, which are the same: add others")
         self._batches = BucketBatches(self._pictures, batch_size, seed)
         self._seed, self._batch_size = seed, batch_size
         self._calls: dict[tuple[int, ...], NetworkCall] = {}
-        self._keys: dict[CaptionedPicture, str] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -185,8 +191,14 @@ class Captioned:
         seen = [(picture, view) for picture in self._all for view in self._views]
         captions = {_caption_key(asked): asked for each in seen for asked in (self._asked(*each), _empty(each[0]))}
         pictures = {self._key(*each): each for each in seen}
+        # A picture is a video of one frame.
+        called = {(1, *call.size)[-3:] for call in self.encoded.calls()}
         return Missing(
-            {key: asked for key, asked in captions.items() if not self.encoded.has(key)},
+            {
+                key: asked
+                for key, asked in captions.items()
+                if (1, *asked.size)[-3:] not in called or not self.encoded.has(key)
+            },
             {key: each for key, each in pictures.items() if not self.encoded.has(key)},
         )
 

@@ -153,6 +153,36 @@ def test_held_out_pictures_are_in_no_batch(pipeline: Path, tmp_path: Path):
     )
 
 
+def test_copies_of_held_out_pictures_are_held_out(pipeline: Path, tmp_path: Path):
+    """Of two folders, with other names and captions."""
+    first, second = (draw_pictures(tmp_path / name) for name in "ab")
+    for number in range(6):
+        (second / f"{number}.txt").write_text("a copy")
+    folders = f"dataset.folder={{{first}: 1, {second}: 2}}"
+    dataset = dataset_of(pipeline, first, folders, "dataset.eval_share=0.34", "batch_size=1")
+    held, shown = ({picture.path.read_bytes() for picture in part} for part in (dataset._held_out, dataset._pictures))
+    assert held.isdisjoint(shown)
+    assert (len(dataset._held_out), len(dataset._pictures)) == (2 * len(held), 2 * len(shown))
+    assert len(dataset.eval_batches(20)) == 2 * len(held)
+    for number in range(1, 6):
+        (first / f"{number}.png").write_bytes((first / "0.png").read_bytes())
+    with pytest.raises(UserError, match=r"^dataset\.eval_share=0\.34: holds out all pictures, which are the same"):
+        Captioned(folder=str(first), size=64, pipeline=str(pipeline), eval_share=0.34, seed=0, batch_size=1)
+
+
+def test_a_call_that_is_lost_is_asked_for_again(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"))
+    batch, lost = dataset.batch(0), sorted(dataset.encoded.path.glob("call-*.pt"))
+    lost[0].unlink()
+    missing = dataset.missing()
+    assert (len(missing.sizes), len(missing.pictures)) == (1, 0)
+    again = dataset_of(pipeline, tmp_path / "a")
+    assert lost[0].is_file()
+    assert not again.missing()
+    assert all(torch.equal(tensor, again.batch(0)[name]) for name, tensor in batch.items())
+
+
 def test_a_plans_batch_has_the_shapes_of_a_run(pipeline: Path, tmp_path: Path):
     dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"))
     found = Captioned.meta_batch(2, size=64, multiple=32, pipeline=str(pipeline), precision="fp32")
