@@ -41,12 +41,12 @@ _planned: dict[Path, dict[tuple[int, ...], NetworkCall]] = {}
 
 
 class EncodedFolder:
-    """The results of the pipeline in `pipeline`, a folder, in `dtype`."""
+    """The results of the pipeline in `pipeline`, a folder, in `dtype`; `overrides` are those of its network."""
 
-    def __init__(self, pipeline: Path, dtype: torch.dtype):
+    def __init__(self, pipeline: Path, dtype: torch.dtype, overrides: Mapping[str, Any] | None = None):
         self.pipeline = pipeline
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        name = f"{digest_of(pipeline)[:16]}-{str(dtype).removeprefix('torch.')}-{VERSION}"
+        name = f"{digest_of(pipeline, overrides)[:16]}-{str(dtype).removeprefix('torch.')}-{VERSION}"
         self.path = cache / "lightering" / "encoded" / name
 
     def has(self, key: str) -> bool:
@@ -135,10 +135,11 @@ def _write(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def digest_of(pipeline: Path) -> str:
+def digest_of(pipeline: Path, overrides: Mapping[str, Any] | None = None) -> str:
     """Returns the SHA-256 of what decides the results: libraries, configurations, tokenizers, samples of weights."""
     digest, weights = hashlib.sha256((pipeline / INDEX).read_bytes()), []
-    digest.update("".join(version(library) for library in LIBRARIES).encode())
+    made_by = [[version(library) for library in LIBRARIES], dict(overrides or {})]
+    digest.update(json.dumps(made_by, sort_keys=True, default=list).encode())
     for folder in sorted(pipeline.iterdir()):
         if not folder.is_dir() or folder.name in OTHERS or folder.name.startswith("."):
             continue

@@ -25,16 +25,17 @@ class PipelineModel(DiffusersNetwork):
         network: the model itself, whose names of parameters are those of its files.
         folder: that of the pipeline.
         num_steps: the number of the scheduler's timesteps in training.
+        overrides: values for keys of the network's configuration, other than in `folder`.
     """
 
-    def __init__(self, network: nn.Module, folder: Path, num_steps: int):
+    def __init__(self, network: nn.Module, folder: Path, num_steps: int, overrides: Mapping[str, Any] | None = None):
         super().__init__(network)
-        self.folder, self.num_steps = folder, num_steps
+        self.folder, self.num_steps, self.overrides = folder, num_steps, overrides
         self._calls: dict[tuple[tuple[int, ...], torch.device], NetworkCall] = {}
 
     def encoded(self) -> EncodedFolder:
         """Returns what the pipeline's encoders have made in the network's dtype."""
-        return EncodedFolder(self.folder, self.network.dtype)
+        return EncodedFolder(self.folder, self.network.dtype, self.overrides)
 
     def forward(self, noisy: Tensor, timestep: Tensor, **condition: Tensor) -> Tensor:
         """Predicts what the scheduler of the pipeline expects: the velocity, noise.
@@ -95,4 +96,4 @@ def build_pipeline(source: str | Path, overrides: Mapping[str, Any] | None = Non
     scheduler = read_object(folder / "scheduler" / "scheduler_config.json", "download the pipeline again")
     steps = scheduler.get("num_train_timesteps", STEPS)
     name, config = read_config(folder / found[0])
-    return build_network(name, config, overrides, lambda network: PipelineModel(network, folder, steps))
+    return build_network(name, config, overrides, lambda network: PipelineModel(network, folder, steps, overrides))

@@ -26,6 +26,7 @@ MAY_CHANGE = (
 # These optimizers compute the same from the same states, so a run may resume with the other one.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
 ABSENT_KEYS = {"ema": "null", "optimizer.master": "compact", "optimizer.state_dtype": "fp32"}
+ABSENT_KEYS |= {"dataset.overrides": "null"}
 ABSENT = "absent"
 
 

@@ -153,6 +153,7 @@ class CaptionedPictures(Built):
     eval_share: float = number(at_least=0, at_most=0.5)
     pipeline: str | None = MISSING
     precision: str = MISSING
+    overrides: Any = MISSING
 
 
 @dataclass

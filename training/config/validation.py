@@ -67,8 +67,9 @@ def check_presence(config: DictConfig) -> None:
 def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
     yield prefix, config
     for name in config:
-        # A plain dict is free: what reads it checks it.
-        free = OmegaConf.is_missing(config, name) or not OmegaConf.is_dict(config[name])
+        # A plain dict is free: what reads it checks it. What another key has is checked there.
+        free = OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name)
+        free = free or not OmegaConf.is_dict(config[name])
         if not free and OmegaConf.get_type(config, name) is not dict:
             yield from _sections(config[name], f"{prefix}{name}.")
 

@@ -127,6 +127,19 @@ def test_a_run_that_was_ended_goes_on_where_it_was(
     assert len(encoded) == 6
 
 
+def test_a_network_with_overrides_is_called_as_its_own(
+    pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its pipeline asks whether it takes a guidance: with the call of another it would train without one."""
+    overrides = [*given("sdxl", pipeline_of("sdxl"), pictures), "model.weights=null"]
+    guided = "model.overrides={time_cond_proj_dim: 8}"
+    run_here(tmp_path / "others", *overrides)
+    run_here(tmp_path / "after", *overrides, guided)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    run_here(tmp_path / "alone", *overrides, guided)
+    assert losses(tmp_path / "after") == losses(tmp_path / "alone") != losses(tmp_path / "others")
+
+
 def test_another_dataset_is_refused(pipeline_of, pictures: Path):
     overrides = [each for each in given("sd3", pipeline_of("sd3"), pictures) if not each.startswith("dataset")]
     with pytest.raises(UserError, match=r"^model=pipeline trains on captioned pictures: take dataset=captioned"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -103,13 +103,14 @@ class Captioned:
         eval_share: float = 0.0,
         pipeline: str | None = None,
         precision: str = "bf16",
+        overrides: Mapping[str, Any] | None = None,
         *,
         seed: int,
         batch_size: int,
     ):
         check_share(eval_share)
         check_ground(ground)
-        self.encoded = encoded_by(pipeline, precision)
+        self.encoded = encoded_by(pipeline, precision, overrides)
         self._ground, self._masked, self._dropout = ground, masked, caption_dropout
         places = [None] if crops == 1 else range(crops)
         self._views = [View(mirrored, crop) for mirrored in (False, True)[: 1 + flip] for crop in places]
@@ -152,13 +153,14 @@ class Captioned:
         frames: int | None = None,
         pipeline: str | None = None,
         precision: str = "bf16",
+        overrides: Mapping[str, Any] | None = None,
         masked: bool = False,
         **_others: object,
     ) -> dict[str, Tensor]:
         """Returns a batch of the largest encoded pictures, on the meta device. Raises UserError if none is encoded."""
         sizes = bucket_sizes(size, multiple)
         sizes += [(frames, *each) for each in sizes]
-        calls = [call for call in encoded_by(pipeline, precision).calls() if call.size in sizes]
+        calls = [call for call in encoded_by(pipeline, precision, overrides).calls() if call.size in sizes]
         if not calls:
             raise UserError(
                 "dataset=captioned: its pictures are not encoded yet, and this pipeline needs values: begin a run first"
@@ -191,14 +193,9 @@ class Captioned:
         seen = [(picture, view) for picture in self._all for view in self._views]
         captions = {_caption_key(asked): asked for each in seen for asked in (self._asked(*each), _empty(each[0]))}
         pictures = {self._key(*each): each for each in seen}
-        # A picture is a video of one frame.
-        called = {(1, *call.size)[-3:] for call in self.encoded.calls()}
+        called = {call.size for call in self.encoded.calls()}
         return Missing(
-            {
-                key: asked
-                for key, asked in captions.items()
-                if (1, *asked.size)[-3:] not in called or not self.encoded.has(key)
-            },
+            {key: asked for key, asked in captions.items() if asked.size not in called or not self.encoded.has(key)},
             {key: each for key, each in pictures.items() if not self.encoded.has(key)},
         )
 
@@ -281,12 +278,12 @@ class Captioned:
         return f"{self._keys[picture]}{place}{'-mirrored' if view.flip else ''}"
 
 
-def encoded_by(pipeline: str | None, precision: str) -> EncodedFolder:
+def encoded_by(pipeline: str | None, precision: str, overrides: Mapping[str, Any] | None = None) -> EncodedFolder:
     """Returns the results of the encoders of `pipeline`, a value of model.source. Raises UserError without one."""
     folder = None if pipeline is None else pipeline_folder(pipeline)
     if folder is None or not (folder / INDEX).is_file():
         raise UserError("dataset=captioned: take model=pipeline model.source=SOURCE, a whole pipeline")
-    return EncodedFolder(folder, DTYPES[str(precision)])
+    return EncodedFolder(folder, DTYPES[str(precision)], overrides)
 
 
 def _rate(frames: int, fps: float | None, pipeline: Path) -> float | None:
