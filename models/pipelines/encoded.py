@@ -13,7 +13,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,17 @@ def _save(path: Path, value: Any) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Nobody reads half a file, and two runs may write the same one, in containers with the same process number.
     partial = path.with_suffix(f".{uuid4().hex}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        message = f"cannot write {path}: {error.strerror}: make room there, or set XDG_CACHE_HOME to another folder"
+        raise ValueError(message) from error
 
 
 def digest_of(pipeline: Path, overrides: Mapping[str, Any] | None = None) -> str:

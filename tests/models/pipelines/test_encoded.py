@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -77,6 +78,20 @@ def test_parts_of_files_are_no_results(sd3_folder: Path):
         assert folder.has("a") == written
         assert (folder.prompt_of("cat") is not None) == written
         assert (folder.call_of(call.noise) is not None) == bool(folder.calls()) == written
+
+
+def test_a_full_disk_leaves_nothing(sd3_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, write = EncodedFolder(sd3_folder, torch.float32), Path.write_bytes
+
+    def write_bytes(path: Path, content: bytes) -> None:
+        write(path, content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    told = rf"cannot write {folder.path / 'a.safetensors'}: No space left on device: make room there, or set XDG_CACHE"
+    with pytest.raises(ValueError, match=told):
+        folder.write("a", {"latents": torch.ones(4)})
+    assert not [*folder.path.iterdir()]
 
 
 def test_two_runs_of_one_process_number_write_the_same_file(sd3_folder: Path, monkeypatch: pytest.MonkeyPatch):
