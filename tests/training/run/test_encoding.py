@@ -11,7 +11,7 @@ from models.pipelines.latents import encoded, normalisation
 from tests.models.helpers.tiny_pipelines import PIPELINES, made, saved
 from tests.training.helpers.captioned import draw_pictures, given
 from tests.training.helpers.in_process import components_of, run_here
-from tests.training.helpers.results import losses
+from tests.training.helpers.results import content, curve, losses
 from tests.training.helpers.videos import draw_videos
 from training.data.captioned.videos import frames_of
 from training.data.datasets import build_dataset
@@ -138,6 +138,24 @@ def test_a_network_with_overrides_is_called_as_its_own(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     run_here(tmp_path / "alone", *overrides, guided)
     assert losses(tmp_path / "after") == losses(tmp_path / "alone") != losses(tmp_path / "others")
+
+
+def test_a_run_that_resumes_within_an_epoch_equals_one_that_ran_through(pipeline_of, pictures: Path, tmp_path: Path):
+    others = draw_pictures(tmp_path / "others", count=3)
+    overrides = [
+        *given("sdxl", pipeline_of("sdxl"), pictures), f"dataset.folder={{{pictures}: 1, {others}: 2}}", "steps=6",
+        "offload=layer_stream", "optimizer=host_adamw", "dataset.flip=true", "dataset.crops=2", "dataset.masked=true",
+        "dataset.eval_share=0.3", "ema=0.9", "eval.every=2", "sample.every=2", "sample.prompts=[cat]",
+        "task.sample_steps=1", "checkpoint.every=3", "checkpoint.keep=2",
+    ]  # fmt: skip
+    run_here(tmp_path / "whole", *overrides)
+    run_here(tmp_path / "rest", *overrides, f"resume={tmp_path / 'whole/checkpoints/step-00000003'}")
+    assert curve(tmp_path / "rest") == [each for each in curve(tmp_path / "whole") if each["train/step"] > 3]
+    states = [content(tmp_path / run / "checkpoints" / "step-00000006") for run in ("whole", "rest")]
+    assert states[0] == states[1]
+    samples = sorted((tmp_path / "rest" / "samples").iterdir())
+    assert len(samples) == 2
+    assert all(each.read_bytes() == (tmp_path / "whole" / "samples" / each.name).read_bytes() for each in samples)
 
 
 def test_another_dataset_is_refused(pipeline_of, pictures: Path):
