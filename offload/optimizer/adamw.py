@@ -94,6 +94,7 @@ class HostAdamW(torch.optim.AdamW):
 
     # Updates may run on a thread of their own, beside the step (`Attached.overlap`).
     overlaps = True
+    begin_compiling = staticmethod(begin_compiling)
     # A GradScaler then leaves the gradients alone: updates that have begun would not see what it makes of them.
     _step_supports_amp_scaling = True
     planned_bytes = staticmethod(state_bytes)
@@ -132,14 +133,6 @@ class HostAdamW(torch.optim.AdamW):
         if any(parameter.requires_grad and parameter.device.type == "cpu" for parameter in self._members):
             # Compiled now, and not in the first step.
             self.kernel_on(torch.device("cpu"))
-
-    @staticmethod
-    def begin_compiling(format: StateFormat) -> None:
-        """Has the kernel of the host made beside the caller, for an optimizer with states of `format` to come.
-
-        The compiler may take five seconds.
-        """
-        begin_compiling(format)
 
     def kernel_on(self, device: torch.device) -> UpdateKernel:
         """Returns the kernel that updates states on `device`."""

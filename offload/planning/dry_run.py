@@ -46,7 +46,6 @@ class Phase:
     homes.
     """
 
-    forward: bool
     flops: float
     h2d_bytes: float
     d2h_bytes: float
@@ -121,7 +120,7 @@ class DryRun:
             return second + more * (second - first)
 
         phases = tuple(
-            Phase(one.forward, **{key: line(getattr(one, key), getattr(two, key)) for key in COUNTED})
+            Phase(**{key: line(getattr(one, key), getattr(two, key)) for key in COUNTED})
             for one, two in zip(self.phases, after.phases, strict=True)
         )
         numbers = {
@@ -331,6 +330,5 @@ class _Log:
 
     def phases(self) -> tuple[Phase, ...]:
         return tuple(
-            Phase(index % 2 == 0, **{key: after[key] - before[key] for key in COUNTED})
-            for index, (before, after) in enumerate(pairwise(self._readings))
+            Phase(**{key: after[key] - before[key] for key in COUNTED}) for before, after in pairwise(self._readings)
         )

@@ -120,8 +120,8 @@ def without_dry_run(components: Components) -> DryRun:
     flops = (components.task.flops(components.model, config) or 0.0) / config.devices
     weights_in = min(footprint.host_weight_bytes, traffic.h2d_bytes)
     phases = (
-        Phase(True, flops / 3, weights_in, 0, 0, 0),
-        Phase(False, flops * 2 / 3, traffic.h2d_bytes - weights_in, traffic.d2h_bytes, 0, 0),
+        Phase(flops / 3, weights_in, 0, 0, 0),
+        Phase(flops * 2 / 3, traffic.h2d_bytes - weights_in, traffic.d2h_bytes, 0, 0),
     )
     gradients = footprint.resident_gradient_bytes
     host = footprint.host_home_bytes + footprint.ring_bytes + footprint.host_gradient_bytes

@@ -11,8 +11,8 @@ from training.planning.machine import machine_of
 from training.planning.times import PlannedTimes, with_reads
 
 PHASES = (
-    Phase(forward=True, flops=6e12, h2d_bytes=1e9, d2h_bytes=0, activation_h2d_bytes=0, activation_d2h_bytes=0),
-    Phase(forward=False, flops=12e12, h2d_bytes=2e9, d2h_bytes=1e9, activation_h2d_bytes=0, activation_d2h_bytes=0),
+    Phase(flops=6e12, h2d_bytes=1e9, d2h_bytes=0, activation_h2d_bytes=0, activation_d2h_bytes=0),
+    Phase(flops=12e12, h2d_bytes=2e9, d2h_bytes=1e9, activation_h2d_bytes=0, activation_d2h_bytes=0),
 )
 # GB/s each way, alone and together.
 BUS = Bandwidth(10, 10, 10)
