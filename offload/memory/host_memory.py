@@ -13,7 +13,7 @@ import mmap
 import os
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
@@ -28,8 +28,10 @@ ALIGNMENT_BYTES = 256
 # cudaHostRegisterPortable: page-locked for every device.
 PORTABLE = 1
 MADV_HUGEPAGE = 14
-# Of Linux 5.14, not in Python's module: makes pages that can be written to, and leaves what is in those that are there.
+# Not in Python's module. Of Linux 5.14: makes pages that can be written to, and leaves what is in those that are there.
 MADV_POPULATE_WRITE = 23
+# Of Linux 6.1: makes huge pages of small ones, whatever the system's settings say. What is in them stays.
+MADV_COLLAPSE = 25
 POPULATING_THREADS = 8
 # A call holds a lock that a thread needs to start: with large pieces the first is done before the others have started.
 POPULATED_AT_ONCE = 16 << 20
@@ -250,24 +252,34 @@ class HostArena:
         )
 
 
-def populate(address: int, nbytes: int) -> None:
+def populate(address: int, nbytes: int, in_file: bool = False) -> bool:
     """Makes the pages of `nbytes` at `address` in several threads, huge ones where the system has them.
 
-    Elsewhere than on Linux it does nothing. cudaHostRegister and a first write would make them far slower. Where this
-    fails they do, or say why not. Pages for which the host may have no room are left to them as well: the driver
-    refuses, where the system would end the process.
+    Returns whether all were made. cudaHostRegister and a first write would make them far slower, and do, or say why
+    not, where this fails: for less than a huge page, elsewhere than on Linux, and where the host may have no room. The
+    driver refuses then, where the system would end the process.
+
+    `in_file`: they belong to a file in memory. The settings of most systems refuse huge pages to such a file, but not
+    to who asks for each, and its addresses and places in the file are as far from a multiple of HUGE_PAGE_BYTES.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or nbytes < HUGE_PAGE_BYTES or nbytes > (free_host_bytes() or 0):
-        return
+        return False
     start, end = address - address % mmap.PAGESIZE, address + nbytes
 
-    def advise(first: int, size: int, advice: int) -> None:
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(min(size, end - first)), advice)
+    def advise(first: int, size: int, advice: int) -> bool:
+        return madvise(ctypes.c_void_p(first), ctypes.c_size_t(min(size, end - first)), advice) == 0
+
+    def make(first: int) -> bool:
+        if in_file:
+            # An empty part of a file is not made huge, one with a page is.
+            for page in range(first, min(first + POPULATED_AT_ONCE, end), HUGE_PAGE_BYTES):
+                advise(page, mmap.PAGESIZE, MADV_POPULATE_WRITE)
+            advise(first, POPULATED_AT_ONCE, MADV_COLLAPSE)
+        return advise(first, POPULATED_AT_ONCE, MADV_POPULATE_WRITE)
 
     advise(start, end - start, MADV_HUGEPAGE)
-    pieces = range(start, end, POPULATED_AT_ONCE)
-    wait([_threads(os.getpid()).submit(advise, first, POPULATED_AT_ONCE, MADV_POPULATE_WRITE) for first in pieces])
+    return all(list(_threads(os.getpid()).map(make, range(start, end, POPULATED_AT_ONCE))))
 
 
 @functools.cache

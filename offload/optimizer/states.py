@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.knobs import GIB
-from offload.memory.host_memory import populate
+from offload.memory.host_memory import HUGE_PAGE_BYTES, HostBlock, populate
 from offload.memory.limits import free_host_bytes
 from offload.optimizer.claims import WEIGHT, Claim, State, update_elsewhere, update_in_place
 from offload.optimizer.formats import MASTER_NAMES, StateFormat, needs_copy, state_bytes
@@ -192,7 +192,7 @@ class OwnStates:
         if not needs_copy(parameter, self._format, is_placed):
             return
         if WEIGHT not in state:
-            state[WEIGHT] = self._memory(parameter, parameter.shape, parameter.dtype)
+            state[WEIGHT] = self._zeros(parameter, parameter.shape, parameter.dtype)
             self._versions.pop(parameter, None)
         # A copy beside the parameter is made anew each time: writes through `.data` or NumPy raise no version.
         if not is_placed or self._versions.get(parameter) != version_and_address(parameter):
@@ -213,18 +213,21 @@ class OwnStates:
         self._names[parameter.dtype] = frozenset(tensors)
         for name, (dtype, shape) in tensors.items():
             if name not in state:
-                # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
-                memory = self._memory(parameter, shape, dtype).zero_()
+                memory = self._zeros(parameter, shape, dtype)
                 if name == MASTER_NAMES[torch.float32]:
                     memory.copy_(parameter.detach())
                 # Last, so that an interrupt leaves no master of zeros.
                 state[name] = memory
 
-    def _memory(self, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        memory = torch.empty(shape, dtype=dtype, device=self.device_of(parameter))
-        if memory.device.type == "cpu":
-            populate(memory.data_ptr(), memory.nbytes)
-        return memory
+    def _zeros(self, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns zeros whose memory is there, and not merely promised: what is missing is missed now."""
+        device, nbytes = self.device_of(parameter), dtype.itemsize * shape.numel()
+        if device.type == "cpu" and nbytes >= HUGE_PAGE_BYTES:
+            block = HostBlock(nbytes, "states")
+            # Pages that the system makes are zeros: to write them takes longer than to make them.
+            if populate(block.bytes.data_ptr(), nbytes):
+                return block.bytes.view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device).zero_()
 
 
 def version_and_address(tensor: Tensor) -> tuple[int, int]:

@@ -98,9 +98,9 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         components = components.with_config(config)
     components.task.check(config, dataset, components.model)
     check_best(config, components.task)
-    components.begin_compiling()
     with phase("measuring the machine"):
         machine = machine_of(components)
+    components.begin_compiling()
     has_gpu = components.device.type == "cuda"
     with planned_encoding(dataset, components, machine, has_gpu) as encoding:
         if encoding is None:

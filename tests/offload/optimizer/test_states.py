@@ -1,5 +1,6 @@
 """The states of parameters: bytes, devices, and masters that follow their weights."""
 
+import mmap
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload.memory.host_memory import HUGE_PAGE_BYTES
 from offload.optimizer import states
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import WEIGHT
@@ -14,6 +16,7 @@ from offload.optimizer.formats import StateFormat, state_bytes
 from offload.optimizer.states import States
 from tests.offload.helpers.kernels import FORMATS
 from tests.offload.helpers.optimizers import SETTINGS, parameters, same, train
+from tests.offload.helpers.pages import pages_in_memory
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -47,6 +50,22 @@ def test_allocated_or_made_at_the_first_update_is_the_same():
     train(optimizer, early, range(3))
     train(HostAdamW(late, **SETTINGS, threads=1), late, range(3))
     assert same(early, late)
+
+
+@pytest.mark.parametrize("can_make", [True, False])
+def test_large_states_are_zeros_whose_pages_are_there(can_make: bool, monkeypatch: pytest.MonkeyPatch):
+    if not can_make:
+        monkeypatch.setattr(states, "populate", lambda address, nbytes: False)
+    weight = nn.Parameter(torch.ones(HUGE_PAGE_BYTES // 4 + 5, dtype=torch.bfloat16))
+    optimizer = HostAdamW([weight], threads=1)
+    optimizer.allocate()
+    state = optimizer.state[weight]
+    assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "remainder"}
+    for name in ("exp_avg", "exp_avg_sq"):
+        start = state[name].data_ptr()
+        pages = -(-(start % mmap.PAGESIZE + state[name].nbytes) // mmap.PAGESIZE)
+        assert pages_in_memory(start - start % mmap.PAGESIZE, pages * mmap.PAGESIZE) == pages
+        assert not state[name].any()
 
 
 def test_a_host_without_room_is_refused_before_any_state_is_made(monkeypatch: pytest.MonkeyPatch):

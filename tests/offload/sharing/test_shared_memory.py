@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload.memory.host_memory import HostArena
+from offload.memory.host_memory import HUGE_PAGE_BYTES, HostArena
 from offload.sharing import shared_memory
 from offload.sharing.shared_memory import MOST_NUMBERS, ExchangeBoard, in_pages, share_memory
 from offload.sharing.sharers import NO_SHARERS, SharerLostError
 from tests.offload.helpers.open_files import open_files
-from tests.offload.helpers.pages import pages_in_memory
+from tests.offload.helpers.pages import can_collapse, huge_bytes, pages_in_memory
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers, homes_in_use
 
 
@@ -50,10 +50,10 @@ def test_memory_is_handed_out_in_whole_pages_until_it_ends():
 def test_each_sharer_makes_the_pages_of_one_part(monkeypatch: pytest.MonkeyPatch):
     made, parts, populate = threading.Lock(), {}, shared_memory.populate
 
-    def noted(address: int, nbytes: int) -> None:
+    def noted(address: int, nbytes: int, in_file: bool) -> None:
         with made:
             parts[address] = nbytes
-        populate(address, nbytes)
+        populate(address, nbytes, in_file)
 
     monkeypatch.setattr(shared_memory, "populate", noted)
     size = 3 * 2**21
@@ -65,6 +65,23 @@ def test_each_sharer_makes_the_pages_of_one_part(monkeypatch: pytest.MonkeyPatch
     found = as_sharers(3, work)
     assert parts == {start + rank * 2**21: 2**21 for rank, (start, _) in enumerate(found)}
     assert [pages for _, pages in found] == [size // mmap.PAGESIZE] * 3
+
+
+@pytest.mark.skipif(not can_collapse(), reason="this system makes no huge pages for who asks for each (Linux 6.1)")
+def test_large_memory_has_huge_pages_in_all_processes():
+    size = 3 * HUGE_PAGE_BYTES + 100
+
+    # Two parts, of two huge pages each.
+    whole = 4 * HUGE_PAGE_BYTES
+
+    def work(sharers: ThreadSharers) -> tuple[int, int]:
+        view = share_memory(sharers, size).take(size)
+        view[sharers.rank * HUGE_PAGE_BYTES] = 1
+        sharers.laid_down(None)
+        # Reads map the pages that the other has made.
+        return sum(view[:: mmap.PAGESIZE]), huge_bytes(torch.frombuffer(view, dtype=torch.uint8).data_ptr(), whole)
+
+    assert as_sharers(2, work) == [(2, whole)] * 2
 
 
 def test_a_range_over_the_parts_of_all_is_one():
