@@ -55,6 +55,8 @@ TAKES_NO_IMAGES = {
 COUNTS = ("n_", "num_")
 # Ends of the names of keys.
 PROBABILITIES, DEVIATIONS = ("dropout", "dropout_prob", "pdrop", "layerdrop"), ("initializer_range", "init_std")
+# The angles of positions, and an older name of theirs, which transformers takes first where a file has it.
+ROPE, OLD_ROPE = "rope_parameters", "rope_scaling"
 # Names of a message.
 NAMED = 3
 # Shapes of well-known models: the model type, and its configuration.
@@ -259,6 +261,8 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
         elif isinstance(present, dict):
             _check_type(f"{path}{given}", value, dict)
             merged[key] = {**present, **value}
+            if key == ROPE:
+                merged.pop(OLD_ROPE, None)
         else:
             _check_type(f"{path}{given}", value, _type_of(present))
             # Some classes take -1 layers as none.

@@ -94,6 +94,13 @@ class TestOverrides:
         config = find_source("qwen3", "causal_lm").config({"rope_parameters": {"rope_theta": 5e5}})
         assert config.rope_parameters == {"rope_theta": 5e5, "rope_type": "default"}
 
+    def test_a_mapping_comes_before_the_older_name_of_it_in_a_file(self, tmp_path: Path):
+        llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        older = {"rope_theta": 5e5, "rope_scaling": llama3 | {"original_max_position_embeddings": 64}}
+        source = find_source(folder_of({"model_type": "llama"} | older, tmp_path), "causal_lm")
+        changed = source.config({"rope_parameters": {"rope_theta": 1e6, "factor": 16.0}}).rope_parameters
+        assert changed == source.config().rope_parameters | {"rope_theta": 1e6, "factor": 16.0}
+
     def test_sub_configurations_are_merged_and_none_keeps_a_cache(self, tmp_path: Path):
         Gemma3Config(text_config={"hidden_size": 64, "num_hidden_layers": 2}).save_pretrained(tmp_path)
         for source in ("gemma3", str(tmp_path)):
