@@ -1,5 +1,8 @@
 """classification: predicts the class of an image."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
@@ -10,12 +13,16 @@ from training.batches import Batch
 from training.errors import UserError
 from training.tasks.task import Task, refuse_language_model
 
+# What else some models were trained on, by its keys there: with other values it is refused.
+NOT_DONE = {"do_rescale": True, "do_flip_channel_order": False, "rescale_offset": False, "include_top": False}
+
 
 class Classification(Task):
     """Trains `model(images) -> logits`, [B, classes] or an object with such `logits`, with cross-entropy.
 
     A batch has `images`, floating point [B, C, H, W], converted to the dtype of the model's parameters, and `labels`,
-    int64 [B]. The loss is in nats an image, computed in float32.
+    int64 [B]. The loss is in nats an image, computed in float32. Images of datasets are from -1 to 1; pretrained
+    weights get them with the mean and the deviation of the preprocessor_config.json that they came with.
 
     Args:
         label_smoothing: the share of the target that all classes share (Szegedy et al. 2016), in training alone.
@@ -28,6 +35,26 @@ class Classification(Task):
 
     def __init__(self, *, label_smoothing: float = 0.0):
         self.label_smoothing = in_range("label_smoothing", label_smoothing, at_least=0, at_most=1)
+        self._mean = self._deviation = torch.tensor(0.5)
+
+    def prepared(self, batch: Batch, seed: int) -> Batch:
+        if (self._mean == 0.5).all() and (self._deviation == 0.5).all():
+            return batch
+        mean, deviation = (each.view(-1, 1, 1).to(batch["images"].device) for each in (self._mean, self._deviation))
+        return batch | {"images": ((batch["images"] + 1) / 2 - mean) / deviation}
+
+    def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
+        # Not at the top: composing imports the tasks, and this imports safetensors.
+        from training.weights.files import PICTURES_FILE
+        from training.weights.model_tokenizer import origin_of, values_in
+
+        folder = None if config.model.weights is None else origin_of(config)
+        values = values_in(folder, PICTURES_FILE)
+        if not values:
+            return {}
+        mean, deviation = _normalisation(values, f"{folder / PICTURES_FILE}")
+        self._mean, self._deviation = torch.tensor(mean), torch.tensor(deviation)
+        return {"images": f"mean {mean}, deviation {deviation}, those of {folder / PICTURES_FILE}"}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(_logits(model, batch), batch["labels"], label_smoothing=self.label_smoothing)
@@ -69,6 +96,20 @@ class Classification(Task):
         # On tensors without values a model may raise any error.
         except Exception:
             return None
+
+
+def _normalisation(values: Mapping[str, Any], file: str) -> tuple[Any, Any]:
+    """Returns the mean and the deviation by which a model has its images, from 0 to 1. Raises UserError for others."""
+    for key, value in NOT_DONE.items():
+        if values.get(key, value) not in (value, None):
+            raise UserError(f"{file}: has {key}={values[key]}, which is not done to images here: take another model")
+    if abs(255 * values.get("rescale_factor", 1 / 255) - 1) > 1e-4:
+        raise UserError(f"{file}: rescale_factor={values['rescale_factor']} is not 1/255: take another model")
+    if values.get("do_normalize") is False:
+        return 0.0, 1.0
+    if None in (found := (values.get("image_mean"), values.get("image_std"))):
+        raise UserError(f"{file}: has no image_mean and image_std: write them into it, or do_normalize false")
+    return found
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -24,7 +24,8 @@ PARTS = ("", "transformer/", "unet/")
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 # What else a model comes with, beside its tokenizer: small files, which no weights need.
-SMALL_FILES = [GENERATION_FILE, "preprocessor_config.json"]
+PICTURES_FILE = "preprocessor_config.json"
+SMALL_FILES = [GENERATION_FILE, PICTURES_FILE]
 CONFIG_FILES = [f"{part}{CONFIG_FILE}" for part in PARTS]
 # The stems of the weight files of transformers and of diffusers.
 STEMS = ("model", "diffusion_pytorch_model")

@@ -13,7 +13,7 @@ from training.config.declare import AUTO
 from training.data.hub_client import HubName
 from training.errors import UserError, as_user_error
 from training.runs.files import home_expanded
-from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, weight_files_in
+from training.weights.files import CONFIG_FILE, CONFIG_FILES, PICTURES_FILE, part_in, part_of, weight_files_in
 
 KEY = "model.source"
 SCHEDULER = "task.scheduler"
@@ -45,7 +45,7 @@ def local_source(given: str) -> str:
     with phase("downloading the model's configuration"):
         if part_of(hub.files(KEY)) is None:
             raise hub.lacks(KEY, f"{CONFIG_FILE}: choose one that has")
-        return str(hub.folder(KEY, CONFIG_FILES))
+        return str(hub.folder(KEY, [*CONFIG_FILES, PICTURES_FILE]))
 
 
 def source_digest(model: DictConfig) -> str | None:

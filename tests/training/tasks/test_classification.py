@@ -1,12 +1,16 @@
 """Classification: loss and accuracy against arithmetic by hand, and its refusals."""
 
+import json
 import math
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
+from transformers.image_transforms import normalize
 
 from offload import KnobError
 from tests.training.helpers.in_process import composed
@@ -114,3 +118,39 @@ def test_models_of_other_tasks_are_refused(attribute: str, message: str) -> None
     setattr(model, attribute, {})
     with pytest.raises(UserError, match=f"^task=classification: Identity is {message}"):
         Classification().check_model(None, model)
+
+
+def fitted(folder: Path, values: dict) -> Classification:
+    """A task that has seen the files of pretrained weights."""
+    (folder / "config.json").write_text("{}")
+    (folder / "preprocessor_config.json").write_text(json.dumps(values))
+    task = Classification()
+    task.fit(OmegaConf.create({"model": {"weights": str(folder)}}), None)
+    return task
+
+
+MEAN, DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "deviation"),
+    [
+        ({"image_mean": MEAN, "image_std": DEVIATION, "rescale_factor": 0.00392156862745098}, MEAN, DEVIATION),
+        ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": True}, [0.5] * 3, [0.5] * 3),
+        ({"image_mean": MEAN, "image_std": DEVIATION, "do_normalize": False}, [0.0] * 3, [1.0] * 3),
+    ],
+)
+def test_pretrained_weights_get_images_as_they_had_them(values: dict, mean: list, deviation: list, tmp_path: Path):
+    pixels = torch.arange(48).view(3, 4, 4) * 5
+    batch = {"images": pixels[None] / 127.5 - 1, "labels": torch.tensor([0])}
+    expected = normalize(pixels.numpy() / 255, mean, deviation, input_data_format="channels_first")
+    made = fitted(tmp_path, values).prepared(batch, 0)["images"]
+    torch.testing.assert_close(made[0].double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"do_flip_channel_order": True}, {"include_top": True}, {"rescale_factor": 1 / 127.5}]
+)
+def test_images_that_the_weights_had_in_another_form_are_refused(values: dict, tmp_path: Path):
+    with pytest.raises(UserError, match=f"preprocessor_config.json: .*{next(iter(values), 'image_mean')}"):
+        fitted(tmp_path, {"do_resize": True} | values)
