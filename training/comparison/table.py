@@ -217,8 +217,17 @@ def to_markdown(rows: Sequence[Row], title: str, common: str) -> str:
 
 
 def to_latex(rows: Sequence[Row]) -> str:
-    """Returns the table as a LaTeX tabular, for the package booktabs."""
-    texts = [{"run": row.name, **text} for row, text in zip(rows, cells(rows), strict=True)]
+    """Returns the table as a LaTeX tabular, for the package booktabs.
+
+    A page of paper is narrow: words that are the same in all rows are left out, and so are the names of the references,
+    whose rows are there.
+    """
+    found = cells(rows)
+    alike = {word for word in WORDS if len({text.get(word) for text in found}) == 1} | {COMPARED_WITH}
+    texts = [
+        {"run": row.name, **{title: value for title, value in text.items() if title not in alike}}
+        for row, text in zip(rows, found, strict=True)
+    ]
     columns = "".join("l" if column in ("run", *WORDS) else "r" for column in texts[0])
     rows_of_cells = (texts[0], *(text.values() for text in texts))
     head, *lines = [" & ".join(cell.translate(LATEX) for cell in line) + r" \\" for line in rows_of_cells]

@@ -6,7 +6,7 @@ import io
 import pytest
 
 from training.comparison.rows import Row
-from training.comparison.table import COLUMNS, MISSING, explanations, print_tables, to_csv, to_latex, to_markdown
+from training.comparison.table import COLUMNS, MISSING, cells, explanations, print_tables, to_csv, to_latex, to_markdown
 from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
 
 
@@ -67,6 +67,16 @@ def test_latex_shows_text_as_it_is(rows: list[Row]):
         "none", r"layer\_stream include={[}a$|$b,$<$i$>$]", r"layer\_stream include={[}]"
     ]  # fmt: skip
     assert lines[0].split(" & ")[1] == r"100.0 $\pm$ 1.4"
+
+
+def test_latex_leaves_out_words_that_are_the_same_in_all_rows(write_run):
+    for batch_size in (8, 16):
+        write_run("none", top={"batch_size": batch_size})
+        write_run("layer_stream", top={"batch_size": batch_size})
+    rows = write_run.rows()
+    assert {"compared with", "curve", "seeds", "status"} <= cells(rows)[0].keys()
+    head = next(line for line in to_latex(rows).splitlines() if line.startswith("run &"))
+    assert head.endswith(r"& curve \\")
 
 
 @pytest.mark.parametrize("width", [60, 100, 240])
