@@ -78,10 +78,10 @@ class _EnoughError(Exception):
     """Ends the run of a pipeline."""
 
 
-class _Stepped(tuple):
-    """The result of a scheduler's step, whichever way a pipeline takes it."""
+class _Answer(tuple):
+    """The result of a network or of a scheduler's step, whichever way a pipeline takes it."""
 
-    prev_sample = property(lambda self: self[0])
+    sample = prev_sample = property(lambda self: self[0])
 
 
 class Recorder:
@@ -106,6 +106,14 @@ class Recorder:
         self._encoded: dict[tuple[tuple[str, ...], float | None], list[Any]] = {}
         if not hasattr(self._module, "randn_tensor") or not hasattr(kind, "encode_prompt"):
             raise NotTrainableError(f"{kind.__name__} does not draw its noise and encode its prompts as others do")
+        given = "self", "prompt"
+        needed = [
+            name
+            for name, each in self._parameters.items()
+            if each.default is each.empty and each.kind is not each.VAR_KEYWORD and name not in given
+        ]
+        if needed:
+            raise NotTrainableError(f"{kind.__name__} needs {', '.join(needed)} beside its prompt: none can be given")
 
     @property
     def name(self) -> str:
@@ -154,11 +162,11 @@ class Recorder:
             found.append(given)
             raise _EnoughError
 
-        def zeros(*arguments: Any, **keywords: Any) -> tuple[Tensor]:
-            return (tree_map(torch.zeros_like, [*arguments, *keywords.values()][0]),)
+        def zeros(*arguments: Any, **keywords: Any) -> _Answer:
+            return _Answer((tree_map(torch.zeros_like, [*arguments, *keywords.values()][0]),))
 
-        def step(predicted: Tensor, number: Any, sample: Tensor, *_: Any, **__: Any) -> _Stepped:
-            return _Stepped((latents(sample),))
+        def step(predicted: Tensor, number: Any, sample: Tensor, *_: Any, **__: Any) -> _Answer:
+            return _Answer((latents(sample),))
 
         patches = (self._network, "forward", zeros), (self._pipeline.scheduler, "step", step), (vae, "decode", decode)
         self._run(asked, *patches, output_type="pt")
@@ -225,7 +233,7 @@ class Recorder:
         record.noise = tuple(shape)
         return digits_of(shape, digit).to(options.get("device"))
 
-    def _call(self, record: Record, digit: int, *arguments: Any, **keywords: Any) -> tuple[Tensor]:
+    def _call(self, record: Record, digit: int, *arguments: Any, **keywords: Any) -> _Answer:
         bound = dict(self._forward.bind(self._network, *arguments, **keywords).arguments)
         bound.pop("self")
         for name in [name for name, kind in self._forward.parameters.items() if kind.kind is kind.VAR_KEYWORD]:
@@ -247,14 +255,14 @@ class Recorder:
             shape[1] *= 2
         # A call of the network has the latents of a batch, whose first example the digits are of.
         answer = digits_of(shape, digit).to(bound[first])
-        return (list(answer) if first in record.lists else answer,)
+        return _Answer((list(answer) if first in record.lists else answer,))
 
-    def _step(self, record: Record, predicted: Tensor, step: Any, sample: Tensor, *_: Any, **__: Any) -> _Stepped:
+    def _step(self, record: Record, predicted: Tensor, step: Any, sample: Tensor, *_: Any, **__: Any) -> _Answer:
         record.predicted, record.sample = predicted.cpu(), sample.cpu()
         scheduler = self._pipeline.scheduler
         record.steps = [float(number) for number in scheduler.timesteps[:2]]
         record.inverted = bool(scheduler.config.get("invert_sigmas"))
-        return _Stepped((sample,))
+        return _Answer((sample,))
 
 
 def _has_each(value: Any, examples: int) -> bool:

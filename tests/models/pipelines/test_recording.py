@@ -72,6 +72,22 @@ def test_digits_tell_places_after_a_scheduler_has_scaled_them(dtype: torch.dtype
     assert places_in([torch.zeros_like(each) for each in found], len(order)) is None
 
 
+def test_a_pipeline_that_needs_an_image_is_refused():
+    pipeline = made("wan")
+    kind = type(pipeline)
+    own = {"__module__": kind.__module__, "__call__": lambda self, image, prompt=None, **others: None}
+    pipeline.__class__ = type("FromImage", (kind,), own)
+    with pytest.raises(NotTrainableError, match="^FromImage needs image beside its prompt: none can be given$"):
+        Recorder(pipeline, pipeline.transformer, CPU)
+
+
+def test_a_network_may_be_asked_for_its_sample():
+    """As by the pipelines of Kandinsky 5."""
+    recorder = recorder_of("flux")
+    recorder._network.register_forward_hook(lambda network, given, output: (output.sample,))
+    assert recorder.record(Asked(("",), (32, 32))).predicted.shape == (1, 8 * 8, 16)
+
+
 def test_a_pipeline_that_does_not_step_is_refused():
     pipeline = made("sd3")
     recorder = Recorder(pipeline, pipeline.transformer, CPU)
