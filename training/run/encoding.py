@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -11,10 +12,10 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.nn.functional import interpolate
 
-from models.pipelines.calls import PROBE
+from models.pipelines.calls import PROBE, NetworkCall
 from models.pipelines.latents import check_normalisation, encoded
 from models.pipelines.opening import encoders_of
-from models.pipelines.recording import Recorder
+from models.pipelines.recording import Asked, Recorder
 from models.pipelines.sampling import encoded_prompt
 from models.quiet_imports import remarks_collected
 from offload import Streams
@@ -59,8 +60,12 @@ def _encode(todo: ToEncode, components: Components, pipeline: Any, streams: Stre
                 # Before the pictures: a later run that finds all pictures does not look for the call.
                 kept.write_call(call)
         # These remarks are about the longer of the probe and the longest caption; those about the probe are left out.
-        given = any(len(asked.prompts[0]) > len(PROBE) for asked in missing.captions.values())
-        with phase(f"encoding {len(missing.captions)} captions"), _cut_off_told(asked_for if given else ()):
+        longest = max(missing.captions.values(), key=lambda asked: len(asked.prompts[0]), default=None)
+        if longest is None or len(longest.prompts[0]) <= len(PROBE):
+            asked_for = []
+        elif _has_no_end(longest, calls[longest.size], recorder):
+            asked_for.append(f"truncated, and perhaps others: {longest.prompts[0]}")
+        with phase(f"encoding {len(missing.captions)} captions"), _cut_off_told(asked_for):
             for key, asked in missing.captions.items():
                 kept.write(key, calls[asked.size].conditions(recorder.record(asked)))
             for prompt in todo.prompts:
@@ -73,6 +78,14 @@ def _encode(todo: ToEncode, components: Components, pipeline: Any, streams: Stre
             if cropped.mask is not None:
                 tensors[MASK] = interpolate(cropped.mask[None], size=latents.shape[-2:], mode="area")[0, 0]
             kept.write(key, tensors)
+
+
+def _has_no_end(asked: Asked, call: NetworkCall, recorder: Recorder) -> bool:
+    """Tells whether more text behind a caption changes nothing: many pipelines (Wan, Qwen-Image) cut without a word."""
+    longer = replace(asked, prompts=(f"{asked.prompts[0]} {PROBE}",))
+    with remarks_collected():
+        own, other = (call.conditions(recorder.record(each)) for each in (asked, longer))
+    return all(torch.equal(value, other[name]) for name, value in own.items())
 
 
 def encode_prompts(prompts: Sequence[str], components: Components) -> None:

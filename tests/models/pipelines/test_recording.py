@@ -77,7 +77,7 @@ def test_a_pipeline_that_needs_an_image_is_refused():
     kind = type(pipeline)
     own = {"__module__": kind.__module__, "__call__": lambda self, image, prompt=None, **others: None}
     pipeline.__class__ = type("FromImage", (kind,), own)
-    with pytest.raises(NotTrainableError, match="^FromImage needs image beside its prompt: none can be given$"):
+    with pytest.raises(NotTrainableError, match=r"^FromImage needs image beside its prompt: none can be given$"):
         Recorder(pipeline, pipeline.transformer, CPU)
 
 

@@ -200,14 +200,15 @@ def test_a_number_of_frames_that_the_pipeline_does_not_take_is_refused(pipeline_
         run_here(tmp_path / "run", *overrides)
 
 
+@pytest.mark.parametrize("name", ["flux", "wan"])
 @pytest.mark.parametrize(("more", "cut"), [(" and more", False), (" and more" * 100, True)])
 def test_captions_that_are_cut_off_are_said_so_once(
-    more: str, cut: bool, pipeline_of, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd
+    more: str, cut: bool, name: str, pipeline_of, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd
 ):
     pictures = draw_pictures(tmp_path / "pictures", count=2)
     for number in (0, 1):
         (pictures / f"{number}.txt").write_text(f"a ball {number}{more}")
-    components = components_of(*given("flux", pipeline_of("flux"), pictures))
+    components = components_of(*given(name, pipeline_of(name), pictures))
     capfd.readouterr()
     encode_missing(build_dataset(components.config, components.model, tmp_path), components)
     warnings = [record.message for record in caplog.records if record.name == encoding.__name__]
