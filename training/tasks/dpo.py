@@ -160,6 +160,15 @@ class DPO(CausalLM):
         if self.reference == ADAPTER:
             _check_adapter(config, model)
 
+    def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
+        # TRL does so: the reference has no dropout. That of an adapter is what the user gives.
+        of_model = (module for name, module in model.named_modules() if ".lora_dropout" not in name)
+        found = [module for module in of_model if isinstance(module, nn.Dropout) and module.p]
+        largest = max((module.p for module in found), default=0.0)
+        for module in found:
+            module.p = 0.0
+        return {"dropout": f"0 and not {largest}, because the reference of task=dpo has none"} if found else {}
+
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:
     """Returns the log-probabilities of a batch's answers, sums over the labelled tokens: float32 [pairs, 2]."""

@@ -144,6 +144,15 @@ def test_a_reference_is_the_model_without_its_adapter() -> None:
         assert task.scores(model, given)["loss"].item() == task.loss(model, ahead).item() != pytest.approx(math.log(2))
 
 
+def test_the_model_trains_without_its_dropout_and_with_that_of_the_adapter() -> None:
+    model = nn.Sequential(nn.Dropout(0.25), llama())
+    inject(model, Lora(rank=2, alpha=4, dropout=0.125), torch.float32)
+    assert "not 0.25" in DPO().fit(None, model)["dropout"]
+    shares = {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+    assert (model[0].p, shares) == (0.0, {0.0, 0.125})
+    assert DPO().fit(None, model) == {}
+
+
 def test_a_copy_is_the_reference_of_an_evaluation_and_of_what_is_computed_ahead() -> None:
     model, copy = llama(), llama()
     nn.init.normal_(next(copy.parameters()))
