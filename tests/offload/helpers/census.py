@@ -76,6 +76,9 @@ def assert_leaves_nothing(run: Callable[[], None], objects: int, resident_bytes:
     The first calls may fill caches of libraries, and the C library takes memory from the system in steps of its own. A
     leak leaves as much again in each of `CALLS`.
     """
+    gc.collect()
+    # What is there already is not counted: to look at all that tests before this one have left takes a second each time.
+    gc.freeze()
     after = Census.take()
     for call in range(CALLS):
         before = after
