@@ -48,10 +48,12 @@ def _beside(root: Path, pictures: Sequence[str]) -> Iterator[tuple[str, str, str
         for name in (posixpath.splitext(picture)[0] + ending for ending in BESIDE):
             if name in files:
                 try:
-                    yield picture, name, read_bytes(root / name).decode("utf-8-sig").strip()
+                    caption = read_bytes(root / name).decode("utf-8-sig").strip()
                 except (UnreadableError, UnicodeDecodeError) as error:
                     reason = error if isinstance(error, UnreadableError) else "it is not text in UTF-8"
                     raise UserError(f"dataset: cannot read the caption {root / name}: {reason}; repair it") from None
+                # Ends of lines of Windows are other tokens to Qwen.
+                yield picture, name, caption.replace("\r\n", "\n")
 
 
 def _listed(root: Path, pictures: frozenset[str]) -> Iterator[tuple[str, str, str]]:

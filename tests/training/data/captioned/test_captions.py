@@ -24,6 +24,11 @@ def test_files_beside_pictures_are_read_whole(tmp_path: Path, write: Write) -> N
     assert captions_below(tmp_path, ["a.png", "sub/b.jpg", "c.d.webp"]) == ["a red cat,\nsleeping", "ein Kätzchen", ""]
 
 
+def test_lines_end_alike_whichever_system_wrote_them(tmp_path: Path, write: Write) -> None:
+    write("a.txt", b"a red cat,\r\nsleeping\r\n")
+    assert captions_below(tmp_path, ["a.png"]) == ["a red cat,\nsleeping"]
+
+
 def test_rows_name_pictures_from_their_own_folder(tmp_path: Path, write: Write) -> None:
     write("metadata.jsonl", rows(("a.png", " a\n"), ("./sub/b.png", "")) + "\n")
     write("other/metadata.jsonl", rows(("c.png", "c")))
