@@ -56,7 +56,7 @@ class Checkpoint:
         if digest_of_all(dataset) != self.state.data_sha256:
             changed = (
                 "the text has changed: dataset.files, the file of dataset.tokenizer or the release of Python is not the"
-                " same"
+                " same, or a template of chats has written another day"
             )
         elif self.state.step and sha256_of(dataset.batch(self.state.step - 1)) != self.state.batch_sha256:
             changed = f"the dataset has changed: its batch of step {self.state.step} is not the same"
@@ -200,7 +200,9 @@ def _requested(path: Path) -> Checkpoint:
     if not (path / MANIFEST_FILE).exists() and step_of(path) is None:
         found = checkpoints_in(path / CHECKPOINTS_FOLDER)
         if not found:
-            raise UserError(f"resume={path}: no checkpoint there: give a run's directory, or one of its checkpoints")
+            raise UserError(
+                f"resume={path}: no checkpoint there: give a run's directory, one of its checkpoints, or auto"
+            )
         folder = found[0]
     try:
         return _opened(folder)

@@ -5,6 +5,7 @@ one for each logged step, without control characters. Everything goes to standar
 """
 
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -143,7 +144,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO |
     lines = [f"run {status}{f': {reason}' if reason else ''}", f"files   {run_dir}"]
     lines.append(f"metrics {METRICS_FILE} (a line for each logged step), {SUMMARY_FILE}")
     if (run_dir / WANDB_FOLDER).is_dir():
-        lines.append(f"charts  wandb leet {run_dir / WANDB_FOLDER}")
+        lines.append(f"charts  wandb leet {shlex.quote(str(run_dir / WANDB_FOLDER))}")
     for line in lines:
         console.print(visible(line), highlight=False, soft_wrap=True)
 

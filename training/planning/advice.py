@@ -25,6 +25,7 @@ from training.config.validation import check
 from training.errors import UserError
 from training.metrics.progress import phase
 from training.planning.dry_step import examples_of_microbatch, examples_of_rank
+from training.planning.machine import with_rate
 from training.planning.memory import UNDO_LOG
 from training.planning.plan import PlannedStep, plan_filled
 from training.planning.report import Limit, RunPlan
@@ -162,7 +163,8 @@ class _Trials:
             if components is None:
                 return None
             try:
-                found = plan_filled(components, self.plan.machine, self.plan.has_gpu, self._steps)
+                machine = with_rate(self.plan.machine, components)
+                found = plan_filled(components, machine, self.plan.has_gpu, self._steps)
             except UserError:
                 return None
             self._planned[words] = found

@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -178,6 +178,14 @@ def measured_in_short(components: Components) -> dict[str, str | float]:
         with acquired(device) as streams:
             bus = measured_bandwidth(streams)
     return values | {"h2d_gb_s": bus.h2d, "d2h_gb_s": bus.d2h, "both_gb_s": bus.both}
+
+
+def with_rate(machine: Machine, components: Components) -> Machine:
+    """Returns `machine` with its rate in the precision of `components`: what is measured in short has one precision."""
+    key = f"{components.config.precision}_tflops"
+    if getattr(machine, key) is not None:
+        return machine
+    return replace(machine, **{key: peak_flops(components.device, components.dtype) * ACHIEVED_SHARE / 1e12})
 
 
 def _host_copy_gb_s(nbytes: int = 2**25) -> float:

@@ -178,7 +178,7 @@ def test_a_brief_plan_has_a_line_for_each_note_and_folds_other_values():
 
 
 def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
-    run_dir = tmp_path / ("deep" * 20)
+    run_dir = tmp_path / ("deep " * 20)
     (run_dir / "wandb").mkdir(parents=True)
     summary = {key: 1234.5 for key, metric in METRIC_KEYS.items() if metric.summary}
     summary |= {"steps": 100, "train/final_loss": 2.5, "status": "ok", "reason": None}
@@ -191,7 +191,7 @@ def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
             assert METRIC_KEYS[key].summary in row
     assert re.search(r"perf/step_ms +│ +1,234 │ ms, median", text)
     assert f"files   {run_dir}\n" in text
-    assert f"wandb leet {run_dir}/wandb\n" in text
+    assert f"wandb leet '{run_dir}/wandb'\n" in text
     assert "run ok\n" in text
 
 

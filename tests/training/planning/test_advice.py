@@ -185,6 +185,12 @@ def test_models_on_cards_that_they_do_not_fit(plans, overrides: tuple[str, ...])
     advised(plans, *overrides)
 
 
+def test_a_machine_whose_rate_is_known_in_one_precision_is_advised_the_other(plans):
+    components, plan = plans(*SMALL, *STREAMED, "precision=fp32", "optimizer.state_dtype=int8", "recompute=block")
+    measured = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, bf16_tflops=None))
+    assert "precision=bf16" in advice_on(components, measured, host_budget=plan.totals["host_budget"] * 3 // 4)
+
+
 def test_a_run_out_of_memory_is_advised_a_smaller_budget(plans):
     components, plan = plans(*SMALL, "offload=layer_stream", f"vram_budget={2 * GIB}")
     less = dataclasses.replace(plan, budgets={**plan.budgets, "vram_budget": 1})
