@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 TRAIN_ON = ("assistant", "last", "all")
 # The keys of a message that have text, by the names that templates know.
 WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")
+# The function by which templates write the date of today: Llama 3.2's and gpt-oss' do.
+CLOCK = "strftime_now"
 TAGS = re.compile(r"<[^<>]*>|\s")
 WITH_MARKS = "a dataset.template=FILE with {% generation %} marks around what the assistant says"
 
@@ -66,7 +68,7 @@ class Renderer:
         self.template = Template(tokenizer, template)
         self._train_on = train_on
         self._warned = False
-        # The kinds of messages and calls of which one was looked for in its text.
+        # The kinds of messages and calls of which one was looked for in its text, and CLOCK once it was found.
         self._looked_for: set[str] = set()
         # The keys of messages that a template was seen to leave out.
         self._left_out: set[str] = set()
@@ -89,6 +91,13 @@ class Renderer:
         ]
         if self._train_on == "last":
             turns = turns[-1:]
+        if CLOCK not in self._looked_for and CLOCK in self.template.text(conversation.tools):
+            self._looked_for.add(CLOCK)
+            logger.warning(
+                "the template of chats writes today's date (%s), so that a run cannot be resumed on another day: give a"
+                " dataset.template with a fixed one",
+                CLOCK,
+            )
         self._warn_of_unwritten(conversation, text)
         self._warn_of_left_out(conversation, text, turns)
         if self._train_on == "all":

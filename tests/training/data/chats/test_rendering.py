@@ -156,6 +156,15 @@ def test_turns_of_templates_of_models_are_those_that_trl_marks(file: Path) -> No
             assert TAGS.sub("", text[start:stop]) == TAGS.sub("", marked_text[mark:end_of_mark])
 
 
+def test_a_template_that_writes_the_date_is_told_once(write, caplog) -> None:
+    renderer = Renderer(chat_tokenizer(), write("dated.jinja", "{{ strftime_now('%d') }}{{ messages[-1].content }}"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            renderer.text(Conversation([{"role": "assistant", "content": "a"}], prompt=1))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the template of chats writes today's date (strftime_now)")
+
+
 def test_a_role_that_the_template_skips_is_told_once(caplog) -> None:
     skipping = MARKED.replace("for message in messages", "for message in messages if message.role != 'function_call'")
     call = {"role": "function_call", "content": "f()"}
