@@ -46,9 +46,9 @@ class Classification(Task):
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
         # Not at the top: composing imports the tasks, and this imports safetensors.
         from training.weights.files import PICTURES_FILE
-        from training.weights.model_tokenizer import origin_of, values_in
+        from training.weights.model_tokenizer import files_of_weights, values_in
 
-        folder = None if config.model.weights is None else origin_of(config)
+        folder = files_of_weights(config.model)
         values = values_in(folder, PICTURES_FILE)
         if not values:
             return {}

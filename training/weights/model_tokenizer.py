@@ -194,6 +194,18 @@ def _origin(model: Mapping[str, Any]) -> Path | None:
     return None
 
 
+def files_of_weights(model: Mapping[str, Any]) -> Path | None:
+    """Returns the local folder of the weights that `model`, or the first run before it, began with; None from a seed.
+
+    Raises UserError for a damaged checkpoint.
+    """
+    given = model.get("weights")
+    folder = None if given is None else folder_of(WEIGHTS, given)
+    if folder is None or not (folder / RUN_CONFIG_FILE).is_file():
+        return folder
+    return files_of_weights(model_of_run(folder, f"{WEIGHTS}={given}"))
+
+
 def folder_of(key: str, given: str) -> Path | None:
     """Returns the local folder that `given`, a value of `key`, names: a folder, or that of a file or a Hub name.
 

@@ -148,6 +148,19 @@ def test_pretrained_weights_get_images_as_they_had_them(values: dict, mean: list
     torch.testing.assert_close(made[0].double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("weights", [None, "folder"])
+def test_the_checkpoint_of_a_run_has_the_images_of_that_run(weights: str | None, tmp_path: Path):
+    folder, checkpoint = tmp_path / "folder", tmp_path / "checkpoint"
+    folder.mkdir()
+    checkpoint.mkdir()
+    expected = fitted(folder, {"image_mean": MEAN, "image_std": DEVIATION}) if weights else Classification()
+    run = {"source": str(folder), "weights": str(folder) if weights else None}
+    (checkpoint / "config.yaml").write_text(json.dumps({"model": run}))
+    task, batch = Classification(), {"images": torch.ones(1, 3, 1, 1)}
+    task.fit(OmegaConf.create({"model": {"weights": str(checkpoint)}}), None)
+    assert torch.equal(task.prepared(batch, 0)["images"], expected.prepared(batch, 0)["images"])
+
+
 @pytest.mark.parametrize(
     "values", [{}, {"do_flip_channel_order": True}, {"include_top": True}, {"rescale_factor": 1 / 127.5}]
 )
