@@ -77,7 +77,7 @@ def assert_leaves_nothing(run: Callable[[], None], objects: int, resident_bytes:
     leak leaves as much again in each of `CALLS`.
     """
     gc.collect()
-    # What is there already is not counted: to look at all that tests before this one have left takes a second each time.
+    # What is there already is not counted: to look at all that tests before this one have left takes seconds.
     gc.freeze()
     after = Census.take()
     for call in range(CALLS):
