@@ -46,9 +46,9 @@ class Classification(Task):
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
         # Not at the top: composing imports the tasks, and this imports safetensors.
         from training.weights.files import PICTURES_FILE
-        from training.weights.model_tokenizer import files_of_weights, values_in
+        from training.weights.model_tokenizer import WEIGHTS, folder_with, values_in
 
-        folder = files_of_weights(config.model)
+        folder = folder_with(PICTURES_FILE, config.model, (WEIGHTS,))
         values = values_in(folder, PICTURES_FILE)
         if not values:
             return {}

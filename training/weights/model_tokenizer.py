@@ -4,7 +4,7 @@ A model knows an id only as the token that it was trained on. So loaded weights 
 one is refused; a model that begins from the seed may have the tokenizer of bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def origin_of(config: DictConfig) -> Path | None:
     """
     if config.model.weights is None and not brought_tokenizer(config):
         return None
-    return _origin(config.model)
+    return folder_with(CONFIG_FILE, config.model, (WEIGHTS, SOURCE))
 
 
 def values_in(folder: Path | None, name: str = CONFIG_FILE) -> dict[str, Any]:
@@ -182,28 +182,22 @@ def stops_of(config: DictConfig, tokenizer: Tokenizer) -> frozenset[int]:
     return tokenizer.stops | set(ends_of(origin_of(config)))
 
 
-def _origin(model: Mapping[str, Any]) -> Path | None:
-    for key, given in ((WEIGHTS, model.get("weights")), (SOURCE, model.get("source"))):
+def folder_with(name: str, model: Mapping[str, Any], keys: Sequence[str]) -> Path | None:
+    """Returns the first local folder with a file `name` that `model` names by one of `keys`; None without one.
+
+    In place of a checkpoint's folder it is that by which the checkpoint's run began. Raises UserError for a damaged
+    checkpoint.
+    """
+    for key in keys:
+        given = model.get(key.removeprefix("model."))
         if given is None or (folder := folder_of(key, given)) is None:
             continue
         is_of_run = (folder / RUN_CONFIG_FILE).is_file()
-        if is_of_run and (of_run := _origin(model_of_run(folder, f"{key}={given}"))) is not None:
+        if is_of_run and (of_run := folder_with(name, model_of_run(folder, f"{key}={given}"), keys)) is not None:
             return of_run
-        if (folder / CONFIG_FILE).is_file():
+        if (folder / name).is_file():
             return folder
     return None
-
-
-def files_of_weights(model: Mapping[str, Any]) -> Path | None:
-    """Returns the local folder of the weights that `model`, or the first run before it, began with; None from a seed.
-
-    Raises UserError for a damaged checkpoint.
-    """
-    given = model.get("weights")
-    folder = None if given is None else folder_of(WEIGHTS, given)
-    if folder is None or not (folder / RUN_CONFIG_FILE).is_file():
-        return folder
-    return files_of_weights(model_of_run(folder, f"{WEIGHTS}={given}"))
 
 
 def folder_of(key: str, given: str) -> Path | None:
