@@ -35,8 +35,6 @@ MADV_COLLAPSE = 25
 POPULATING_THREADS = 8
 # A call holds a lock that a thread needs to start: with large pieces the first is done before the others have started.
 POPULATED_AT_ONCE = 16 << 20
-# All cores stop for each call.
-COLLAPSED_AT_ONCE = 128 << 20
 HUGE_PAGE_BYTES = 2 << 20
 
 # The system provides private pages three times as fast as shared ones, which are Python's default.
@@ -268,7 +266,6 @@ def populate(address: int, nbytes: int, in_file: bool = False) -> bool:
     if madvise is None or nbytes < HUGE_PAGE_BYTES or nbytes > (free_host_bytes() or 0):
         return False
     start, end = address - address % mmap.PAGESIZE, address + nbytes
-    piece = COLLAPSED_AT_ONCE if in_file else POPULATED_AT_ONCE
 
     def advise(first: int, size: int, advice: int) -> bool:
         return madvise(ctypes.c_void_p(first), ctypes.c_size_t(min(size, end - first)), advice) == 0
@@ -276,13 +273,13 @@ def populate(address: int, nbytes: int, in_file: bool = False) -> bool:
     def make(first: int) -> bool:
         if in_file:
             # An empty part of a file is not made huge, one with a page is.
-            for page in range(first, min(first + piece, end), HUGE_PAGE_BYTES):
+            for page in range(first, min(first + POPULATED_AT_ONCE, end), HUGE_PAGE_BYTES):
                 advise(page, mmap.PAGESIZE, MADV_POPULATE_WRITE)
-            advise(first, piece, MADV_COLLAPSE)
-        return advise(first, piece, MADV_POPULATE_WRITE)
+            advise(first, POPULATED_AT_ONCE, MADV_COLLAPSE)
+        return advise(first, POPULATED_AT_ONCE, MADV_POPULATE_WRITE)
 
     advise(start, end - start, MADV_HUGEPAGE)
-    return all(list(_threads(os.getpid()).map(make, range(start, end, piece))))
+    return all(list(_threads(os.getpid()).map(make, range(start, end, POPULATED_AT_ONCE))))
 
 
 @functools.cache
