@@ -277,12 +277,16 @@ def _count_alone() -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def is_in_data_parallel() -> bool:
-    """Tells whether the running forward is one that DistributedDataParallel has called.
+def check_no_data_parallel() -> None:
+    """Raises RuntimeError in a forward that DistributedDataParallel has called.
 
     Its reducer takes each gradient when autograd has accumulated it, in a hook of C++ that Python does not see.
     """
-    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise RuntimeError(
+            "DistributedDataParallel does not see gradients that a mode has sent to the host: leave it out, and sum"
+            " each .grad over the processes before the optimizer's step (torch.distributed.all_reduce)"
+        )
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -20,7 +20,6 @@ from offload.torch_private.torch_internals import (
     call_after_backward,
     count_references,
     executes_node,
-    is_in_data_parallel,
     left_out_of_graphs,
 )
 from offload.weights.gradients.final import FinalGradients
@@ -65,8 +64,6 @@ class GradientLanding:
         self._in_step = False
         # Inside `accumulating` the step alone ends with readable gradients, else each backward does.
         self._accumulates = self._is_side_by_side = self._will_settle = False
-        # Autograd accumulates all: DistributedDataParallel takes them as it does so.
-        self._all_leave = False
 
     @property
     def wait_ms(self) -> float:
@@ -145,24 +142,6 @@ class GradientLanding:
         """
         return self.destination.known_norms(self.offloader.norms(self._units))
 
-    def begin_forward(self) -> None:
-        """Leaves all gradients to autograd from now on, if the forward that begins is of DistributedDataParallel.
-
-        Raises RuntimeError where they go to updates or to sums inside backward, before it has summed them; and
-        SideBySideError in one of several microbatches side by side.
-        """
-        if not is_in_data_parallel():
-            return
-        if self._is_side_by_side:
-            raise SideBySideError("DistributedDataParallel takes the gradients of one microbatch after another")
-        if self._released is not None or self._updates.early or self.destination.takes_gradients:
-            raise RuntimeError(
-                "DistributedDataParallel sums gradients when backward has made them, and this mode updates with them or"
-                " sums them inside backward: give overlap early=False, no speculation and no released gradients, and"
-                " attach without sharers"
-            )
-        self._all_leave = True
-
     # Called inside backward.
 
     def land(
@@ -185,7 +164,7 @@ class GradientLanding:
                 return None
             if tensor in self.offloader.waiting:
                 self._send()
-            if self._all_leave or tensor.gradient.leaves_to_autograd(tensor.host, gradient):
+            if tensor.gradient.leaves_to_autograd(tensor.host, gradient):
                 tensor.gradient.landed_in = None
                 return self._on_host(gradient)
             elsewhere = self.destination

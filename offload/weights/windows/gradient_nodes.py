@@ -25,10 +25,6 @@ GONE = "backward of a forward whose offload mode is gone: keep the mode until ba
 class GradientSink(Protocol):
     """Takes the gradients of stand-ins."""
 
-    def begin_forward(self) -> None:
-        """Called at the start of each forward. Raises where gradients cannot go where it needs them."""
-        ...
-
     def land(
         self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
     ) -> torch.Tensor | None:

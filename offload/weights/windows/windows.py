@@ -32,6 +32,7 @@ from offload.torch_private.selective_checkpoints import hidden_from_selective_ch
 from offload.torch_private.threads import OneThread, running_microbatch
 from offload.torch_private.torch_internals import (
     NO_CONTEXT,
+    check_no_data_parallel,
     check_no_transform,
     compiles_frames,
     has_hooks_around_forward,
@@ -121,7 +122,7 @@ class Windows:
     ) -> object:
         """Runs the forward of a module with windows on `units`, those of `read`, the tensors that it may read."""
         check_no_transform(even_vmap=bool(read))
-        self._sink.begin_forward()
+        check_no_data_parallel()
         running, scope = self.threads.running, Scope(module)
         with NO_CONTEXT if self._keeps_units else self._kept(), self._running(running, scope):
             for unit in units:

@@ -325,13 +325,14 @@ def test_hooks_around_forward_are_found():
 def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path):
     class Seen(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            assert internals.is_in_data_parallel()
+            with pytest.raises(RuntimeError, match=r"^DistributedDataParallel"):
+                internals.check_no_data_parallel()
             return super().forward(inputs)
 
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     nn.parallel.DistributedDataParallel(Seen(1, 1))(torch.zeros(1))
     dist.destroy_process_group()
-    assert not internals.is_in_data_parallel()
+    internals.check_no_data_parallel()
 
 
 def test_without_cuda_there_is_no_error_to_clear():
