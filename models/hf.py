@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, DynamicCache, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from models.built_again import fill_buffers
 from models.hf_files import load_hf, matched_hf
@@ -129,6 +130,9 @@ class CausalLanguageModel(TransformersModel):
         self.vocab_size = min(model.get_input_embeddings().num_embeddings, _predicted_tokens(model))
         self.most_positions = most_positions(model)
         self._plain_head = use_plain_head(model)
+        if self.balances_experts and getattr(model.base_model, "_can_record_outputs", None):
+            # Else each forward of a plan would add hooks, and a run have its experts' logits several times.
+            maybe_install_capturing_hooks(model.base_model)
 
     @property
     def balances_experts(self) -> bool:

@@ -11,6 +11,7 @@ from models.generation import can_generate
 from models.hf import build_hf, cross_entropy
 from models.hf_source import sub_configs
 from models.loss import Head
+from offload.planning import left_as_found
 from tests.models.helpers.hf_models import BATCH, CLASSES, LANGUAGE, LENGTH, MODELS, VISION, VOCABULARY, batch, tiny
 
 # A bias, capped or scaled logits, an auxiliary loss, or a forward that calls the model below the head in parts.
@@ -212,3 +213,12 @@ def test_tokens_that_the_head_cannot_predict_are_no_part_of_the_vocabulary():
         model = build_hf("moshi", "causal_lm", {**text, "audio_encoder_config": small, "depth_decoder_config": text})
     assert model.hf.get_input_embeddings().num_embeddings == VOCABULARY + 1
     assert model.vocab_size == VOCABULARY
+
+
+def test_experts_are_balanced_by_their_logits_once_after_forwards_of_a_plan():
+    model = tiny("mixtral_balanced")
+    arguments = batch("mixtral_balanced")
+    for _ in range(2):
+        with left_as_found(model):
+            model(*arguments)
+    assert len(model.hf(input_ids=arguments[0]).router_logits) == model.hf.config.num_hidden_layers
