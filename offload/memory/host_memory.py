@@ -252,8 +252,8 @@ class HostArena:
         )
 
 
-def populate(address: int, nbytes: int, in_file: bool = False) -> bool:
-    """Makes the pages of `nbytes` at `address` in several threads, huge ones where the system has them.
+def populate(address: int, nbytes: int, in_file: bool = False, threads: ThreadPoolExecutor | None = None) -> bool:
+    """Makes the pages of `nbytes` at `address` in several `threads`, huge ones where the system has them.
 
     Returns whether all were made. cudaHostRegister and a first write would make them far slower, and do, or say why
     not, where this fails: for less than a huge page, elsewhere than on Linux, and where the host may have no room. The
@@ -279,7 +279,8 @@ def populate(address: int, nbytes: int, in_file: bool = False) -> bool:
         return advise(first, POPULATED_AT_ONCE, MADV_POPULATE_WRITE)
 
     advise(start, end - start, MADV_HUGEPAGE)
-    return all(list(_threads(os.getpid()).map(make, range(start, end, POPULATED_AT_ONCE))))
+    threads = threads or _threads(os.getpid())
+    return all(list(threads.map(make, range(start, end, POPULATED_AT_ONCE))))
 
 
 @functools.cache

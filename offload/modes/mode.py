@@ -19,6 +19,7 @@ from offload.files.file_filler import Spans
 from offload.knobs import check_knobs
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.formats import StateFormat
 from offload.sharing.sharers import NO_SHARERS, Sharers
 from offload.speculation.trials import Speculation
 from offload.streams.counters import Counters
@@ -117,11 +118,14 @@ class AttachOptions:
             and steps that make their gradients in one `accumulate`, of one microbatch or layer-major. Whatever else
             needs such a gradient raises RuntimeError: hooks, gradients that are there already, sparse ones, and those
             that are not final when they land (NotFinalError).
+        state_format: of the states of the optimizer that will be given to `overlap`. Where there are sharers, the
+            memory of these states is made beside the rest of `attach`, and what follows it.
     """
 
     sharers: Sharers = NO_SHARERS
     spans: Spans | None = None
     release_gradients: bool = False
+    state_format: StateFormat | None = None
 
 
 NO_OPTIONS = AttachOptions()

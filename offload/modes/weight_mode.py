@@ -20,6 +20,7 @@ from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
+from offload.optimizer.shared_states import shared_state_bytes
 from offload.sharing.gather_filler import GatherFiller
 from offload.sharing.slices import cut_for_sharers, slices_of, updated_elements
 from offload.speculation.trials import Speculation
@@ -158,7 +159,9 @@ class AttachedWeights(Attached):
         sharers, make_filler = options.sharers, Filler
         self._sharers, self._releases = sharers, options.release_gradients
         if sharers.count > 1:
-            make_filler = partial(GatherFiller, sharers=sharers)
+            form, trained = options.state_format, [t for unit in streamed.units for t in unit.trained]
+            nbytes = sum(shared_state_bytes(form, t.dtype, t.shape) for t in trained) if form else 0
+            make_filler = partial(GatherFiller, sharers=sharers, state_bytes=nbytes)
         elif mode.source == "mapped":
             make_filler = partial(FileFiller, spans=options.spans)
         if options.release_gradients:
@@ -215,7 +218,7 @@ class AttachedWeights(Attached):
                 for unit in self._streamer.cut.units
                 for tensor in unit.trained
             }
-            optimizer.states.share(slices, sharers)
+            optimizer.states.share(slices, sharers, self._streamer.filler.take_states())
         self._overlap = overlapping(optimizer, self._streamer, early, device_share, speculation, sharers.count)
         self.use_updates(self._overlap)
 

@@ -16,7 +16,7 @@ from offload.memory.host_memory import HostArena
 from offload.optimizer.claims import WEIGHT, Claim, State, update_elsewhere
 from offload.optimizer.formats import BLOCK, MASTER_NAMES, StateFormat, needs_copy, state_bytes
 from offload.optimizer.kernels import UpdateKernel
-from offload.sharing.shared_memory import in_pages, share_memory
+from offload.sharing.shared_memory import PagesAhead, in_pages, share_memory
 from offload.sharing.sharers import Sharers, meet
 
 MASTER, STEP = MASTER_NAMES[torch.float32], "step"
@@ -30,14 +30,23 @@ class SharedStates:
     range that does not begin with a block of 256 numbers, where the format has a scale for each block.
     """
 
-    def __init__(self, slices: Mapping[Tensor, Sequence[range]], format: StateFormat, sharers: Sharers):
+    def __init__(
+        self,
+        slices: Mapping[Tensor, Sequence[range]],
+        format: StateFormat,
+        sharers: Sharers,
+        ahead: PagesAhead | None = None,
+    ):
         if format.state_dtype == "int8" and any(part.start % BLOCK for parts in slices.values() for part in parts):
             raise ValueError(f"states in 8 bits: a slice does not begin at a multiple of {BLOCK} numbers")
         self._slices = dict(slices)
         self._placed: dict[Tensor, PlacedSlices] = {}
         self._format = format
         self._sharers = sharers
+        self._ahead = ahead
         self._memory: dict[Tensor, State] = {}
+        # The parameters whose states nobody has written yet, where the system has made their pages.
+        self._zeros: set[Tensor] = set()
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._slices
@@ -53,21 +62,24 @@ class SharedStates:
         """
         if self._memory:
             return
-        # Each process counts its updates.
-        sizes = {p: self._format.tensors(p.dtype, p.shape) for p in self._slices}
-        for tensors in sizes.values():
-            del tensors[STEP]
-        each = (dtype.itemsize * shape.numel() for of in sizes.values() for dtype, shape in of.values())
-        total, host = sum(map(in_pages, each)), torch.device("cpu")
-        if self._sharers.rank == 0:
+        sizes = {p: shared_tensors(self._format, p.dtype, p.shape) for p in self._slices}
+        total = sum(shared_state_bytes(self._format, p.dtype, p.shape) for p in self._slices)
+        host = torch.device("cpu")
+        if self._ahead is not None and self._ahead.nbytes != total:
+            # They were of another format.
+            self._ahead.close()
+            self._ahead = None
+        if self._sharers.rank == 0 and self._ahead is None:
             HostArena(host).require(total)
+        memory, self._ahead = share_memory(self._sharers, total, self._ahead), None
         # Not page-locked: no device copies them.
-        arena = HostArena(host, shared=share_memory(self._sharers, total))
+        arena = HostArena(host, shared=memory)
         for parameter, tensors in sizes.items():
             state = self._memory[parameter] = {}
             for name, (dtype, shape) in tensors.items():
                 block = arena.allocate(dtype.itemsize * shape.numel(), name)
                 state[name] = block.bytes.view(dtype).view(shape)
+        self._zeros = set(sizes) if memory.is_made else set()
 
     def settle(self) -> None:
         """Waits until every sharer has made its slices: from then on any of them may give states other values."""
@@ -84,10 +96,13 @@ class SharedStates:
             # They are made anew from those at home, which have other values now.
             self._placed[parameter].forget()
         state = {STEP: torch.zeros(()), **self._memory[parameter]}
+        are_zeros = parameter in self._zeros
+        self._zeros.discard(parameter)
         for part in self._slices[parameter]:
             for name in self._memory[parameter]:
-                # Written, so that memory that is missing is missed now.
-                part_of(state[name], parameter, part).zero_()
+                if not are_zeros:
+                    # Written, so that memory that is missing is missed now.
+                    part_of(state[name], parameter, part).zero_()
             if MASTER in state:
                 part_of(state[MASTER], parameter, part).copy_(part_of(parameter.detach(), parameter, part))
         return state
@@ -208,6 +223,21 @@ class PlacedSlices:
             for part, state in zip(self._slices, self._states, strict=True):
                 state[WEIGHT] = weights[part.start : part.stop].to(self.device, copy=True)
         self._version = self._parameter._version
+
+
+def shared_tensors(
+    format: StateFormat, weight: torch.dtype, shape: torch.Size
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Returns dtype and shape of the shared tensors in a parameter's state. Each process counts its updates alone."""
+    tensors = format.tensors(weight, shape)
+    del tensors[STEP]
+    return tensors
+
+
+def shared_state_bytes(format: StateFormat, weight: torch.dtype, shape: torch.Size) -> int:
+    """Returns the bytes of shared memory that these tensors take."""
+    tensors = shared_tensors(format, weight, shape)
+    return sum(in_pages(dtype.itemsize * size.numel()) for dtype, size in tensors.values())
 
 
 def part_of(tensor: Tensor, parameter: Tensor, part: range) -> Tensor:

@@ -20,6 +20,7 @@ from offload.optimizer.claims import WEIGHT, Claim, State, update_elsewhere, upd
 from offload.optimizer.formats import MASTER_NAMES, StateFormat, needs_copy, state_bytes
 from offload.optimizer.kernels import UpdateKernel
 from offload.optimizer.shared_states import SharedStates
+from offload.sharing.shared_memory import PagesAhead
 from offload.sharing.sharers import Sharers
 from offload.torch_private.torch_internals import add_to_each
 
@@ -40,16 +41,19 @@ class States:
         self._own = OwnStates(format)
         self._shared: SharedStates | None = None
 
-    def share(self, slices: Mapping[Tensor, Sequence[range]], sharers: Sharers) -> None:
+    def share(
+        self, slices: Mapping[Tensor, Sequence[range]], sharers: Sharers, ahead: PagesAhead | None = None
+    ) -> None:
         """Makes this process one of several that update the parameters of `slices`, each in its own ranges of elements.
 
         The parameters, contiguous and on the host, are the sharers' shared memory, and so are their states from now on.
-        `allocate` makes these; each sharer calls it, and waits for the others. Raises RuntimeError where states exist,
-        or have a place on the device, and ValueError for moments in 8 bits where a range does not begin with a block.
+        `allocate` makes these, of the pages of `ahead`; each sharer calls it, and waits for the others. Raises
+        RuntimeError where states exist, or have a place on the device, and ValueError for moments in 8 bits where a
+        range does not begin with a block.
         """
         if self.tensors or any(map(self._own.is_placed, slices)):
             raise RuntimeError("states that exist cannot be shared: share the parameters before anything has states")
-        self._shared = SharedStates(slices, self._format, sharers)
+        self._shared = SharedStates(slices, self._format, sharers, ahead)
 
     def allocate(self, parameters: Iterable[Tensor]) -> None:
         """Makes the states of those `parameters` that train and have none; see `HostAdamW.allocate`."""

@@ -17,7 +17,7 @@ from offload.memory.host_memory import HostArena
 from offload.sharing.buckets import gradient_buckets
 from offload.sharing.device_sums import DeviceSums
 from offload.sharing.links import links_of
-from offload.sharing.shared_memory import in_pages, share_memory
+from offload.sharing.shared_memory import PagesAhead, in_pages, share_memory
 from offload.sharing.sharers import OWN_HOMES, Sharers, meet
 from offload.sharing.slices import check_divisible, slices_of
 from offload.sharing.sum_memory import SumHome, SumRing, ring_bytes
@@ -42,12 +42,23 @@ class GatherFiller(Filler):
     follows_uses = True
     has_gradient_homes = False
 
-    def __init__(self, cut: CutModel, transfer: Transfer, arena: HostArena, gradient_bytes: int, *, sharers: Sharers):
+    def __init__(
+        self,
+        cut: CutModel,
+        transfer: Transfer,
+        arena: HostArena,
+        gradient_bytes: int,
+        *,
+        sharers: Sharers,
+        state_bytes: int = 0,
+    ):
         """Every sharer makes one of the same model, and waits for the others.
+
+        It makes memory for `state_bytes` of the optimizer's states beside all that follows; see `take_states`.
 
         Raises ValueError for a parameter that cannot be shared, and MemoryError where the host has no room.
         """
-        self._sharers = sharers
+        self._sharers, self._state_bytes = sharers, state_bytes
         super().__init__(cut, transfer, arena, gradient_bytes)
         self._links = links_of(sharers, transfer.streams)
         self._agreement = Agreement(sharers, cut.units)
@@ -55,6 +66,8 @@ class GatherFiller(Filler):
         self._in_step = False
         # Where each sharer gathers the unit that is filled next: the places of their slots.
         self._places: list[int] | None = None
+        # After the homes, beside their locking: the system makes pages no faster for two who ask at once.
+        self._states = PagesAhead(sharers, state_bytes) if state_bytes else None
 
     def _make_homes(self, cut: CutModel, gradient_bytes: int) -> tuple[HostArena, int]:
         """Returns an arena that all sharers map, and the bytes of a unit with the padding of its slices."""
@@ -65,9 +78,14 @@ class GatherFiller(Filler):
             # A dry run, without memory and alone.
             return HostArena(self._streams.device), slot_bytes
         if self._sharers.rank == 0:
-            self._arena.require(cut.unit_bytes + cut.gradient_bytes)
+            self._arena.require(cut.unit_bytes + cut.gradient_bytes + self._state_bytes)
         sizes = (in_pages(unit.nbytes) + in_pages(unit.gradient_bytes) for unit in cut.units)
         return self._arena.over(share_memory(self._sharers, sum(sizes))), slot_bytes
+
+    def take_states(self) -> PagesAhead | None:
+        """Returns the memory for the states of the optimizer, once."""
+        states, self._states = self._states, None
+        return states
 
     def allocate_slot(self, nbytes: int) -> torch.Tensor:
         return self._links.allocate(nbytes)
@@ -92,6 +110,8 @@ class GatherFiller(Filler):
         meet(sharers, "attaching the model")
 
     def close(self) -> None:
+        if states := self.take_states():
+            states.close()
         self._links.close()
         super().close()
 

@@ -14,11 +14,13 @@ import time
 import zlib
 from array import array
 from collections.abc import Sequence
-from contextlib import ExitStack
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
+from threading import Thread
 
-from offload.memory.host_memory import HUGE_PAGE_BYTES, populate
-from offload.sharing.sharers import OWN_HOMES, Processes, Sharers, meet
+from offload.memory.host_memory import HUGE_PAGE_BYTES, POPULATING_THREADS, populate
+from offload.sharing.sharers import OWN_HOMES, Processes, Sharers
 
 # Of Linux; Python's module lacks it.
 MAP_FIXED = 0x10
@@ -30,10 +32,13 @@ MOST_NUMBERS = ROW_WORDS - 3
 
 
 class SharedMemory:
-    """A mapping of such files, handed out from byte `start` of it. Processes that take the same sizes get the same."""
+    """A mapping of such files, handed out from byte `start` of it. Processes that take the same sizes get the same.
 
-    def __init__(self, mapping: mmap.mmap, start: int, nbytes: int):
-        self.mapping = mapping
+    `is_made`: all pages are there, and not merely promised.
+    """
+
+    def __init__(self, mapping: mmap.mmap, start: int, nbytes: int, is_made: bool):
+        self.mapping, self.is_made = mapping, is_made
         self._whole = memoryview(mapping)[start : start + nbytes]
         self._taken = 0
 
@@ -54,41 +59,91 @@ def in_pages(nbytes: int) -> int:
     return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def share_memory(sharers: Sharers, nbytes: int) -> SharedMemory:
+class PagesAhead:
+    """Makes this process's part of `nbytes` that `sharers` will share next, in threads, beside other work.
+
+    Nobody waits for the other sharers before `share_memory` takes it.
+    """
+
+    def __init__(self, sharers: Sharers, nbytes: int):
+        self.nbytes = nbytes
+        part, mapped = _sizes(sharers, nbytes)
+        self._file: int | None = _made(mapped)
+        # Threads of its own: who locks pages meanwhile would wait for all of these.
+        self._threads = ThreadPoolExecutor(POPULATING_THREADS, "pages ahead")
+        self._started = Thread(target=self._make, args=(self._file, part, mapped, sharers.rank), daemon=True)
+        self._started.start()
+
+    def take(self) -> int:
+        """Waits until the pages are there. Returns the file that has them, which the caller closes."""
+        self._started.join()
+        self._threads.shutdown()
+        file, self._file = self._file, None
+        return file
+
+    def close(self) -> None:
+        """Makes no more pages, and gives those back that nobody has taken."""
+        self._threads.shutdown(cancel_futures=True)
+        if self._file is not None:
+            os.close(self.take())
+
+    def _make(self, file: int, part: int, mapped: int, rank: int) -> None:
+        mapping, start = _mapped(file, mapped)
+        address = _map_over(mapping, start, file, rank * part, part)
+        # `close` has cancelled the rest.
+        with suppress(CancelledError, RuntimeError):
+            populate(address, part, in_file=True, threads=self._threads)
+
+
+def share_memory(sharers: Sharers, nbytes: int, ahead: PagesAhead | None = None) -> SharedMemory:
     """Returns `nbytes` of zeros that all sharers map. Every sharer calls it, and waits for the others.
 
     Each makes the pages of one part, at the same time: the system makes those of one file one after the other. Large
     parts have huge pages, which take a tenth of the time to make, a quarter to page-lock, and hardly any to give back.
+    `ahead` has made as many bytes already.
     Raises RuntimeError in one line where a sharer asks for another size, or may not open the file of another, and
     MemoryError where no addresses are left.
     """
-    part = in_pages(-(-nbytes // sharers.count))
-    if part >= HUGE_PAGE_BYTES:
-        part = -(-part // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    # The memory begins where a huge page may.
-    mapped = part * sharers.count + HUGE_PAGE_BYTES
+    part, mapped = _sizes(sharers, nbytes)
     with ExitStack() as closing:
         # Each file is as long as the mapping, and has pages in one part only.
-        own = _made(mapped)
+        own = _made(mapped) if ahead is None else ahead.take()
         closing.callback(os.close, own)
         found = sharers.exchange((os.getpid(), own, nbytes), "sharing host memory", patient=True)
         wanted = found[0][2]
         for rank, (_, _, theirs) in enumerate(found):
             if theirs != wanted:
                 raise RuntimeError(f"rank {rank} shares {theirs} bytes, rank 0 {wanted}: they have not the same model")
-        mapping = mmap.mmap(own, mapped, mmap.MAP_SHARED)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        start = -address % HUGE_PAGE_BYTES
+        mapping, start = _mapped(own, mapped)
+        addresses = []
         for rank, (process, theirs, _) in enumerate(found):
             descriptor = own
             if rank != sharers.rank:
                 descriptor = _opened(rank, process, theirs)
                 closing.callback(os.close, descriptor)
-            _map_over(address + start, descriptor, rank * part, part)
-        populate(address + start + sharers.rank * part, part, in_file=True)
+            addresses.append(_map_over(mapping, start, descriptor, rank * part, part))
+        made = populate(addresses[sharers.rank], part, in_file=True)
         # Until then each keeps its descriptor open.
-        meet(sharers, "sharing host memory")
-        return SharedMemory(mapping, start, part * sharers.count)
+        found = sharers.exchange((made,), "sharing host memory", patient=True)
+        return SharedMemory(mapping, start, part * sharers.count, is_made=all(made for (made,) in found))
+
+
+def _sizes(sharers: Sharers, nbytes: int) -> tuple[int, int]:
+    """Returns the bytes of a sharer's part of `nbytes`, and those of the addresses for all parts."""
+    part = in_pages(-(-nbytes // sharers.count))
+    if part >= HUGE_PAGE_BYTES:
+        part = -(-part // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    return part, part * sharers.count + HUGE_PAGE_BYTES
+
+
+def _mapped(file: int, nbytes: int) -> tuple[mmap.mmap, int]:
+    """Returns a mapping of a file, and the first byte of it at which a huge page may begin."""
+    mapping = mmap.mmap(file, nbytes, mmap.MAP_SHARED)
+    return mapping, -_address(mapping) % HUGE_PAGE_BYTES
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def _made(nbytes: int) -> int:
@@ -111,17 +166,19 @@ def _opened(rank: int, process: int, descriptor: int) -> int:
         ) from error
 
 
-def _map_over(start: int, descriptor: int, offset: int, nbytes: int) -> None:
-    """Puts `nbytes` of a file in the place of those at the same offset from `start`, where a mapping begins.
+def _map_over(mapping: mmap.mmap, start: int, descriptor: int, offset: int, nbytes: int) -> int:
+    """Puts `nbytes` of a file in the place of those at the same offset from byte `start` of `mapping`.
 
-    They end together with that mapping. Raises MemoryError.
+    Returns their address. They end together with that mapping. Raises MemoryError.
     """
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
-    if call(start + offset, nbytes, protection, flags, descriptor, offset) != start + offset:
+    address = _address(mapping) + start + offset
+    if call(address, nbytes, protection, flags, descriptor, offset) != address:
         raise MemoryError(f"{nbytes} bytes of shared memory cannot be mapped ({os.strerror(ctypes.get_errno())})")
+    return address
 
 
 class ExchangeBoard:

@@ -253,7 +253,8 @@ def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHA
     """
     start = perf_counter()
     with phase("allocating and page-locking memory"):
-        options = replace(components.options, sharers=sharers)
+        form = components.state_format if components.updates_overlap else None
+        options = replace(components.options, sharers=sharers, state_format=form)
         found = components.mode.attach(components.model, streams, options)
     seconds, locked = perf_counter() - start, found.counters().host_pinned_bytes / GIB
     # Less takes less than a second.

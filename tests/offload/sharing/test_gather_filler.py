@@ -1,6 +1,7 @@
 """Sharers that share the homes of a model compute what one process does that adds their microbatches."""
 
 import copy
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -16,11 +17,15 @@ from offload.modes.mode import AttachOptions, Mode
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
+from offload.optimizer import shared_states
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.formats import StateFormat
+from offload.sharing.shared_memory import PagesAhead, SharedMemory
 from offload.sharing.sharers import NO_SHARERS, Sharers, meet
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
+from tests.offload.helpers.open_files import open_files
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 from tests.offload.helpers.updates import WORKER
 
@@ -72,7 +77,7 @@ def trained(
     `early`: updates may begin inside backward; then `scale` is 1.
     """
     streams = CheckedStreams(torch.device("cpu"))
-    attached = mode.attach(model, streams, AttachOptions(sharers=sharers))
+    attached = mode.attach(model, streams, AttachOptions(sharers=sharers, state_format=StateFormat(**format)))
     try:
         optimizer = HostAdamW(model.parameters(), lr=0.05, threads=1, **format)
         attached.overlap(optimizer, early, device_share)
@@ -304,6 +309,37 @@ def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
     assert whole <= sum(in_step for in_step, *_ in sharers) < 1.2 * whole
     assert all(abs(in_step - whole / 2) < whole / 5 for in_step, *_ in sharers)
     assert all(outside <= found[1] < 1.2 * outside and found[2] == found[3] > 0 for found in sharers)
+
+
+@pytest.mark.parametrize("taken", ["int8", "fp32", None])
+def test_the_memory_of_states_is_made_when_the_model_is_attached(taken: str | None, monkeypatch: pytest.MonkeyPatch):
+    made, shared = [], shared_states.share_memory
+
+    def noted(sharers: ThreadSharers, nbytes: int, ahead: PagesAhead | None = None) -> SharedMemory:
+        made.append(ahead is not None and ahead.nbytes == nbytes)
+        return shared(sharers, nbytes, ahead)
+
+    monkeypatch.setattr(shared_states, "share_memory", noted)
+
+    def work(sharers: ThreadSharers) -> None:
+        own = stack()
+        options = AttachOptions(sharers=sharers, state_format=StateFormat(state_dtype="int8"))
+        attached = two_slots().attach(own, CheckedStreams(torch.device("cpu")), options)
+        try:
+            if taken is not None:
+                optimizer = HostAdamW(own.parameters(), threads=1, state_dtype=taken)
+                attached.overlap(optimizer, early=True)
+                optimizer.allocate()
+                assert not any(value.any() for state in optimizer.state.values() for value in state.values())
+            meet(sharers, "test")
+        finally:
+            attached.detach()
+
+    before = open_files()
+    as_sharers(2, work)
+    assert made == ([] if taken is None else [taken == "int8"] * 2)
+    gc.collect()
+    assert not open_files() - before
 
 
 def test_what_cannot_be_shared_is_refused_before_memory_is_made():

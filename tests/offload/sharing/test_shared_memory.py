@@ -9,19 +9,21 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
-from offload.memory.host_memory import HUGE_PAGE_BYTES, HostArena
+from offload.memory import host_memory
+from offload.memory.host_memory import HUGE_PAGE_BYTES, POPULATING_THREADS, HostArena
 from offload.sharing import shared_memory
-from offload.sharing.shared_memory import MOST_NUMBERS, ExchangeBoard, in_pages, share_memory
+from offload.sharing.shared_memory import MOST_NUMBERS, ExchangeBoard, PagesAhead, in_pages, share_memory
 from offload.sharing.sharers import NO_SHARERS, SharerLostError
 from tests.offload.helpers.open_files import open_files
 from tests.offload.helpers.pages import can_collapse, huge_bytes, pages_in_memory
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers, homes_in_use
+from tests.offload.helpers.sharers import LIMIT_S, ThreadSharers, as_sharers, homes_in_use
 
 
 def test_sharers_see_the_same_bytes():
@@ -50,10 +52,10 @@ def test_memory_is_handed_out_in_whole_pages_until_it_ends():
 def test_each_sharer_makes_the_pages_of_one_part(monkeypatch: pytest.MonkeyPatch):
     made, parts, populate = threading.Lock(), {}, shared_memory.populate
 
-    def noted(address: int, nbytes: int, in_file: bool) -> None:
+    def noted(address: int, nbytes: int, in_file: bool) -> bool:
         with made:
             parts[address] = nbytes
-        populate(address, nbytes, in_file)
+        return populate(address, nbytes, in_file)
 
     monkeypatch.setattr(shared_memory, "populate", noted)
     size = 3 * 2**21
@@ -95,6 +97,56 @@ def test_a_range_over_the_parts_of_all_is_one():
         return bytes(view)
 
     assert as_sharers(3, work) == [bytes(number % 251 for number in range(nbytes))] * 3
+
+
+def test_pages_made_ahead_are_those_that_are_shared():
+    size = 3 * HUGE_PAGE_BYTES
+    part = 2 * HUGE_PAGE_BYTES
+
+    def work(sharers: ThreadSharers) -> tuple[int, bool, int]:
+        ahead = PagesAhead(sharers, size)
+        # Nobody waits for another here.
+        file = ahead.take()
+        there = 512 * os.fstat(file).st_blocks
+        ahead.take = lambda: file
+        memory = share_memory(sharers, size, ahead)
+        view = memory.take(size)
+        assert not any(view[:: mmap.PAGESIZE])
+        sharers.laid_down(None)
+        view[sharers.rank * part] = 1
+        sharers.laid_down(None)
+        return there, memory.is_made, sum(view[:: mmap.PAGESIZE])
+
+    before = open_files()
+    assert as_sharers(2, work) == [(part, True, 2)] * 2
+    assert not open_files() - before
+
+
+def test_memory_that_the_host_has_no_room_for_is_only_promised(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: HUGE_PAGE_BYTES)
+    assert not share_memory(NO_SHARERS, 2 * HUGE_PAGE_BYTES).is_made
+    assert share_memory(NO_SHARERS, HUGE_PAGE_BYTES).is_made
+
+
+def test_pages_made_ahead_that_nobody_takes_are_given_back(monkeypatch: pytest.MonkeyPatch):
+    made, go_on = [], threading.Event()
+
+    def slowly(address: int, nbytes: int, in_file: bool, threads: ThreadPoolExecutor) -> None:
+        def make(page: int) -> None:
+            made.append(page)
+            go_on.wait(LIMIT_S)
+
+        list(threads.map(make, range(100)))
+
+    monkeypatch.setattr(shared_memory, "populate", slowly)
+    before = open_files()
+    ahead = PagesAhead(NO_SHARERS, 100 * HUGE_PAGE_BYTES)
+    while len(made) < POPULATING_THREADS:
+        time.sleep(0.01)
+    threading.Timer(0.1, go_on.set).start()
+    ahead.close()
+    assert len(made) == POPULATING_THREADS
+    assert not open_files() - before
 
 
 def test_sharers_with_other_models_are_refused():
