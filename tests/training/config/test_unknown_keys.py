@@ -42,6 +42,9 @@ def test_the_options_that_have_the_key_are_named():
 
 def test_names_of_other_programs_have_what_to_write():
     assert unknown_key("learning_rate", ["steps"]) == "learning_rate: unknown key: write optimizer.lr=RATE"
+    assert unknown_key("gpus", ["steps"]) == "gpus: unknown key: write devices=N"
+    for name in ("num_workers", "compile"):
+        assert unknown_key(name, ["steps"]).startswith(f"{name}: unknown key: write nothing: ")
     assert unknown_key("adapter.r", []) == "adapter.r: unknown key: write adapter=lora adapter.rank=N"
 
 
