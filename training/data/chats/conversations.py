@@ -76,6 +76,11 @@ def conversation_of(row: Mapping[str, Any], columns: Columns, where: str) -> Con
     if messages is not None:
         rest = messages_of(_parsed(messages, "messages", where), "user", where)
     elif prompt is not None and completion is not None:
+        if row.get("label") is False:
+            raise UserError(
+                f"{where}: its label is false, as of a completion that is not wanted (KTO): remove such rows, or the"
+                " column"
+            )
         given, rest = messages_of(prompt, "user", where), messages_of(completion, "assistant", where)
     elif instruction is not None and output is not None:
         more = columns.value(row, "input")

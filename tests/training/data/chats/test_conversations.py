@@ -86,6 +86,7 @@ def test_system_tools_and_values_of_the_template() -> None:
         ({"messages": [USER]}, r"no assistant's turn to train on \(it has user\): remove the row"),
         ({"messages": []}, r"no assistant's turn to train on \(it has no messages\)"),
         ({"prompt": [USER, ASSISTANT], "completion": [USER]}, "no assistant's turn"),
+        ({"prompt": "2 + 2?", "completion": "5", "label": False}, "its label is false, as of a completion that is not"),
         (
             {"messages": [USER, ASSISTANT | {"weight": 0}]},
             "has an assistant's turn whose weight says not to train on it",
