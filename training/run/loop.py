@@ -26,6 +26,7 @@ from training.runs.signals import StopRequest
 from training.seeds import seed_of, seed_torch
 from training.tasks.task import Task, loss_and_figures_to_train
 from training.weights.adapter import warn_of_unused
+from training.weights.files import ModelWeights, nonfinite_weight
 
 
 class StepResult(NamedTuple):
@@ -302,6 +303,12 @@ def skip_or_raise(job: RankJob, step: int, norm: float) -> None:
                 f"step {step}: {found[0]} of example {found[1]} in its batch has values that are not finite"
                 f" ({names_of(job.dataset, step, config.batch_size, examples_in(batch))}): mend that example of"
                 f" {config.dataset._target_.rpartition('.')[2]}, or leave it out"
+            )
+        weights = config.model.weights
+        if weights is not None and (name := nonfinite_weight(ModelWeights.find(weights, ask=False).local_path())):
+            raise UserError(
+                f"step {step}: the gradient norm is {norm}, because model.weights={weights} has values that are not"
+                f" finite, in {name}: download it again, or take other weights"
             )
         advice = nonfinite_advice(config)
         raise UserError(f"step {step}: the gradient norm is {norm}, and on_nonfinite=stop: take {advice}")

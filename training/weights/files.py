@@ -8,6 +8,7 @@ from typing import Self
 
 from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from models.json_files import read_object
+from models.safetensors_files import open_file, read_headers, tensor_pieces
 from models.weights import checkpoint_files
 from training.data.hub_client import HubName
 from training.errors import UserError, as_user_error
@@ -53,6 +54,15 @@ def weight_files_in(folder: Path) -> list[Path]:
 def weight_files(path: Path) -> list[Path]:
     """Returns the safetensors files of `path`: a file, an index, a folder. Raises FileNotFoundError or ValueError."""
     return (path.is_dir() and weight_files_in(path)) or list(checkpoint_files(path))
+
+
+def nonfinite_weight(path: Path) -> str | None:
+    """Returns the name of the first tensor in the files of `path` with a value that is not finite; None for none."""
+    for name, stored in read_headers(weight_files(path)).items():
+        with open_file(stored.file) as handle:
+            if not all(piece.float().isfinite().all() for _, piece in tensor_pieces(handle, name)):
+                return name
+    return None
 
 
 def _as_adapter(path: Path, given: str) -> str:

@@ -1,15 +1,18 @@
 """The weights of `model.weights`: local ones, and those of the Hugging Face Hub, with a client that is not asked."""
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
-from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
+from tests.training.helpers.in_process import SMALL_MODEL, TINY_RUN, components_of, composed, run_here
 from training.data.hub_client import HubName
 from training.errors import UserError
 from training.planning.plan_only import plan_only
@@ -144,3 +147,14 @@ def test_weights_are_looked_for_before_anything_is_planned(tmp_path: Path, hub, 
     with pytest.raises(UserError, match=r"contains no .safetensors file"):
         plan_only(*composed(*SMALL_MODEL, f"model.weights={tmp_path}"))
     assert not hub.asked
+
+
+def test_weights_that_are_not_finite_are_blamed_and_not_the_learning_rate(tmp_path: Path):
+    model = components_of(*TINY_RUN).model
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
+    damaged = list(weights)[3]
+    weights[damaged].view(-1)[-1] = math.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    run = (*TINY_RUN, "dataset=synthetic", f"model.weights={tmp_path}")
+    with pytest.raises(UserError, match=rf"^step 1: .* model\.weights={tmp_path} has values .* in {damaged}: download"):
+        run_here(tmp_path / "run", *run)
