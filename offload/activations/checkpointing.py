@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.torch_private.module_contexts import ReplacedForward
+from offload.torch_private.module_contexts import ReplacedForward, check_no_scripted
 from offload.torch_private.recomputed_blocks import BlockAttributes, BlockBuffers
 from offload.torch_private.saved_tensor_hooks import active_hooks, counting_checkpoint, leave_weights_uncounted
 from offload.torch_private.torch_internals import tree_flatten, tree_unflatten
@@ -34,10 +34,14 @@ def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:
     place; attaching afterwards is refused for blocks with buffers of their own.
 
     In a checkpoint of torch around it a block is left to that one. Copies of a block (deepcopy, `torch.save`) do not
-    recompute. The function that is returned restores the `forward` of every block.
+    recompute. The function that is returned restores the `forward` of every block. Raises ValueError in one line, and
+    changes nothing, for a block with scripted modules, which do not end a recompute early.
     """
     # A block that is listed twice (layers that share weights) is wrapped once.
-    recomputed = [_Recomputed(block) for block in dict.fromkeys(blocks)]
+    blocks = dict.fromkeys(blocks)
+    for block in blocks:
+        check_no_scripted(block)
+    recomputed = [_Recomputed(block) for block in blocks]
 
     def undo() -> None:
         for forward in recomputed:
@@ -48,11 +52,6 @@ def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:
 
 class _Recomputed(ReplacedForward):
     computes_again = True
-
-    def __init__(self, block: nn.Module):
-        super().__init__(block)
-        # torch ends a recompute early by an exception, which a scripted module turns into an error.
-        self._stops_early = not any(isinstance(module, torch.jit.ScriptModule) for module in block.modules())
 
     def run(self, *arguments: object, **keywords: object) -> object:
         # A checkpoint of the user's own around the block computes it again, and changes its buffers again, by itself.
@@ -87,7 +86,6 @@ class _Recomputed(ReplacedForward):
             *map(CacheBefore.of, leaves),
             use_reentrant=False,
             context_fn=lambda: (buffers.in_forward(), buffers.in_recompute()),
-            early_stop=self._stops_early,
         )
         if failed:
             raise failed.pop()

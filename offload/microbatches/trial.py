@@ -82,9 +82,7 @@ def _taken_back(model: nn.Module, device: torch.device) -> Iterator[None]:
     named = (pair for module in model.modules() for pair in vars(module).items() if pair[0] not in _TENSORS)
     contents = [(value, type(value)(value)) for _, value in named if type(value) in _CONTAINERS]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    # Those of a scripted module are no dictionary, and nothing replaces them.
-    held = (module._parameters for module in model.modules())
-    contents += [(parameters, dict(parameters)) for parameters in held if isinstance(parameters, dict)]
+    contents += [(module._parameters, dict(module._parameters)) for module in model.modules()]
     buffers = {place: get(place) for place in buffers_of(model)}
     for place, copy in copied(buffers).items():
         put(place, copy)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import nn
 
 from offload.knobs import knob
@@ -21,7 +20,7 @@ from offload.weights.units.partition import CutPoint
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Their forward reads the weights of the layers inside them without calling those layers.
-ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer, torch.jit.ScriptModule)
+ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # They look up the rows of their matrix.
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 

@@ -28,7 +28,7 @@ from offload.speculation.updates import overlapping
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
 from offload.torch_private.fused_optimizers import counting_fused_updates
-from offload.torch_private.module_contexts import check_recompute_is_outside
+from offload.torch_private.module_contexts import check_no_scripted, check_recompute_is_outside
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.released import why_kept
 from offload.weights.gradients.seams import Updates
@@ -116,7 +116,11 @@ class WeightMode(Mode, ABC):
         return self.grouped([point for point in self.cut_points(model) if self._selects(point.name)])
 
     def cut_model(self, model: nn.Module, options: AttachOptions) -> CutModel:
-        """Returns the units of `model`, and what stays on the device. Raises KnobError for a knob that does not fit."""
+        """Returns the units of `model`, and what stays on the device.
+
+        Raises KnobError for a knob that does not fit, and ValueError for scripted modules and for what `cut` refuses.
+        """
+        check_no_scripted(model)
         chosen = self.chosen(model)
         if self.include and not chosen:
             names = ", ".join(point.name for point in islice(self.cut_points(model), 3))

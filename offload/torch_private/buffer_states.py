@@ -36,11 +36,7 @@ _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 def get(place: Place) -> State:
     """Returns what the module holds."""
     module, name = place
-    buffers = module._buffers
-    if isinstance(buffers, dict):
-        return buffers.get(name, NOTHING)
-    # Those of a scripted module.
-    return buffers[name] if name in buffers else NOTHING  # noqa: SIM401
+    return module._buffers.get(name, NOTHING)
 
 
 def put(place: Place, state: State) -> None:

@@ -111,6 +111,16 @@ def check_recompute_is_outside(model: nn.Module) -> None:
             )
 
 
+def check_no_scripted(model: nn.Module) -> None:
+    """Raises ValueError in one line for a module of `model` that `torch.jit` has scripted or traced."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or module.original_name} is a scripted module, of which a mode sees neither calls nor reads:"
+                " leave torch.jit out, or take torch.compile in its place"
+            )
+
+
 # Runs a forward with its positional and its keyword arguments, and returns the result.
 Runner = Callable[[Callable, tuple, dict], object]
 
@@ -209,9 +219,7 @@ class ModuleContexts:
 
     A context is closed also when forward raises an exception. torch calls no hook on a KeyboardInterrupt: `close_open`
     closes the contexts that are then still open. Copies of the modules open none. `outermost`: the hooks that a module
-    has already run inside its context.
-
-    Raises RuntimeError in one line, leaving no hook, for a scripted module, which takes none.
+    has already run inside its context. Raises torch's RuntimeError, leaving no hook, for a scripted module.
     """
 
     def __init__(self, openers: Iterable[tuple[nn.Module, Opener]], outermost: bool = False):
@@ -219,11 +227,6 @@ class ModuleContexts:
         self._hooks: list[OwnHook] = []
         try:
             for module, opener in openers:
-                if isinstance(module, torch.jit.ScriptModule):
-                    raise RuntimeError(
-                        f"{module.original_name} is a scripted module, which takes no hooks: script modules inside it"
-                        " in its place, or choose others in `layers`"
-                    )
                 enter, leave = module.register_forward_pre_hook, module.register_forward_hook
                 pair = _HookPair(self._stack, opener)
                 self._hooks.append(OwnHook(module, enter, pair.enter, with_kwargs=True, prepend=outermost))

@@ -134,11 +134,9 @@ def changed(attributes: dict[str, object], found: dict[str, object]) -> list[str
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters that are no stand-ins: by the time of the recompute these have other memory."""
-    # Those of a scripted module are in no dictionary.
-    parameters = module._parameters if isinstance(module._parameters, dict) else {}
     return {
         name: tensor
-        for name, tensor in parameters.items()
+        for name, tensor in module._parameters.items()
         if tensor is not None and STANDS_FOR not in getattr(tensor, "__dict__", ())
     }
 
@@ -316,5 +314,4 @@ class _Entering(AbstractContextManager):
 
 def buffers_of(block: nn.Module) -> dict[Place, None]:
     """Returns the places of the buffers of a module and of those inside it."""
-    # Scripted modules have no dictionary, and cannot be iterated over.
-    return {(module, name): None for module in block.modules() for name in module._buffers.keys()}  # noqa: SIM118
+    return {(module, name): None for module in block.modules() for name in module._buffers}

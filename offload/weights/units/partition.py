@@ -123,8 +123,8 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = 
     common, those that a module outside every cut uses as well, and sparse tensors and those of torch's quantised
     dtypes, which have no bytes that could be laid flat.
 
-    Raises ValueError when a deep cut point lies inside another, for a scripted module that is cut inside (TorchScript
-    calls and reads what is in it), and for a parameter to be streamed that trains and wraps other tensors.
+    Raises ValueError when a deep cut point lies inside another, and for a parameter to be streamed that trains and
+    wraps other tensors.
     """
     cut_points = list({point.module: point for point in reversed(cut_points)}.values())[::-1]
     point_of = _cut_points_by_module(cut_points)
@@ -178,8 +178,6 @@ def _cut_points_by_module(cut_points: Sequence[CutPoint]) -> dict[nn.Module, Cut
     point_of: dict[nn.Module, CutPoint] = {}
     common: set[nn.Module] = set()
     for point in cut_points:
-        if not point.deep and isinstance(point.module, torch.jit.ScriptModule):
-            raise ValueError(f"{point.name} is a scripted module, which streams as a whole or not: `exclude` it")
         for module in point.modules():
             other = point_of.setdefault(module, point)
             if other is point:
@@ -198,9 +196,8 @@ def _windows(
         for module in point.modules():
             # The module at which the model is cut may read any tensor below it. Modules inside get windows of their own
             # as well: activation checkpointing that was applied before attaching recomputes the outer module's forward
-            # without its window. A scripted module may read any tensor below it, too.
-            deep = (module is point.module and point.deep) or isinstance(module, torch.jit.ScriptModule)
-            used = CutPoint(point.name, module, deep).tensors()
+            # without its window.
+            used = CutPoint(point.name, module, module is point.module and point.deep).tensors()
             read = tuple(dict.fromkeys(unit_of[tensor] for tensor in used if tensor in unit_of))
             if read:
                 windows.append(Window(module, read))

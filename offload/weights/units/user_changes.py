@@ -25,7 +25,7 @@ def is_as_taken(unit: OffloadUnit) -> bool:
         for attribute in tensor.attributes:
             # `attribute.tensor`, without the call.
             held = attribute.module._buffers if tensor.is_buffer else attribute.module._parameters
-            if not isinstance(held, dict) or held.get(attribute.name) is not host:
+            if held.get(attribute.name) is not host:
                 return False
         if not tensor.home or host.data_ptr() != tensor.home[0] or host.stride() != tensor.strides:
             return False

@@ -86,9 +86,6 @@ def watch_reads(
         for tensor in unit.tensors:
             for attribute in tensor.attributes:
                 held = attribute.tensors
-                if not isinstance(held, dict):
-                    # TorchScript reads the tensors of its modules without a look-up that could be noticed.
-                    continue
                 if not isinstance(held, HeldTensors):
                     made.append(held := HeldTensors(held, on_read))
                     attribute.module.__dict__["_buffers" if attribute.is_buffer else "_parameters"] = held

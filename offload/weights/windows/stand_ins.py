@@ -43,7 +43,7 @@ def install_stand_ins(
             for attribute in tensor.attributes:
                 # `attribute.tensor` and `attribute.assign`, without the calls: most windows are opened here.
                 held = attribute.module._buffers if tensor.is_buffer else attribute.module._parameters
-                if isinstance(held, dict) and held.get(attribute.name) is tensor.host and not attribute.is_recurrent:
+                if held.get(attribute.name) is tensor.host and not attribute.is_recurrent:
                     if made is None:
                         made = _stand_in(unit, stand_in, slot, sink, microbatch)
                     held[attribute.name] = made
@@ -76,7 +76,7 @@ def remove_stand_ins(stand_ins: Iterable[StandIn], slot: DeviceSlot) -> list[Sta
         tensor = stand_in.tensor
         for attribute, made, own in stand_in.installed:
             held = attribute.module._buffers if tensor.is_buffer else attribute.module._parameters
-            is_held = own is None and isinstance(held, dict) and held.get(attribute.name) is made
+            is_held = own is None and held.get(attribute.name) is made
             if is_held and not attribute.is_recurrent and made.shape == tensor.shape:
                 held[attribute.name] = tensor.host
             else:

@@ -342,8 +342,7 @@ class _OnModules:
             undo.callback(self.calls.remove)
             self._forwards: list[ForwardInWindows] = []
             for module, tensors in read.items():
-                # The forward of a scripted module is not an attribute of its class.
-                if getattr(type(module), "forward", None) is not nn.Module.forward:
+                if type(module).forward is not nn.Module.forward:
                     self._forwards.append(ForwardInWindows(module, tensors, windows))
                     undo.callback(self._forwards[-1].remove)
             self._watched, self.held = watch_reads(cut.units, windows.read)
