@@ -74,20 +74,6 @@ class _SavedWeight(NamedTuple):
     negated: bool
 
 
-class _SavedWhole(NamedTuple):
-    """A weight that wraps tensors, all of them as they lie in its slot: see `_SavedWeight` and `Wrapping`."""
-
-    unit: OffloadUnit
-    stand_in: StandIn
-    version: int
-    place: object
-    kind: type
-    names: list[str]
-    context: object
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-
 class _SavedStandIn(NamedTuple):
     """The stand-in of a frozen weight that wraps tensors, as its module holds it: see `_SavedWeight`."""
 
@@ -155,11 +141,7 @@ class SavedWeights:
     def name_of(self, tensor: torch.Tensor, slot: DeviceSlot) -> object:
         """Returns the name of a tensor that lies in `slot`, for `unpack`."""
         if type(tensor) not in PLAIN and wraps(tensor):
-            return (
-                self._saved_stand_in(tensor, slot)
-                or self._saved_whole(tensor, slot)
-                or Wrapping.of(tensor, self._saved_part)
-            )
+            return self._saved_stand_in(tensor, slot) or Wrapping.of(tensor, self._saved_part)
         unit, offset = slot.content, tensor.storage_offset()
         # `StandIns.at`, without the calls.
         whole = self._stand_ins[unit][bisect_right(unit.starts, offset * tensor.itemsize) - 1]
@@ -174,17 +156,6 @@ class SavedWeights:
         if whole.tensor.is_buffer or whole.device is not tensor or whole.kept_for(slot) is not tensor:
             return None
         return _SavedStandIn(slot.content, whole, *whole.state)
-
-    def _saved_whole(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWhole | None:
-        names, context = tensor.__tensor_flatten__()
-        inner = [getattr(tensor, name) for name in names]
-        if any(map(wraps, inner)):
-            return None
-        whole = self._stand_ins.at(slot.content, inner[0].storage_offset() * inner[0].itemsize)
-        if not whole.are_views_in(slot, inner):
-            return None
-        described = names, context, tensor.shape, tensor.stride()
-        return _SavedWhole(slot.content, whole, *whole.state, type(tensor), *described)
 
     def _saved_part(self, part: torch.Tensor) -> object:
         slot = self.slot_of(part)
@@ -217,8 +188,6 @@ class SavedWeights:
             return self.unpack(saved)
         if isinstance(saved, _SavedStandIn):
             return self._bring_back_stand_in(saved)
-        if isinstance(saved, _SavedWhole):
-            return self._bring_back_whole(saved)
         if isinstance(saved, Wrapping):
             return saved.around(self._unpacked)
         if isinstance(saved, _Counted):
@@ -233,13 +202,6 @@ class SavedWeights:
         slot = self._slot_for(unit, stand_in, (version, place))
         # With create_graph as in `unpack`.
         return copy_of_frozen(stand_in, slot) if torch.is_grad_enabled() else frozen_stand_in(stand_in, slot)
-
-    def _bring_back_whole(self, saved: _SavedWhole) -> torch.Tensor:
-        unit, stand_in, version, place, kind, names, context, shape, strides = saved
-        views = stand_in.views_in(self._slot_for(unit, stand_in, (version, place)))
-        if torch.is_grad_enabled():
-            views = [view.clone() for view in views]
-        return kind.__tensor_unflatten__(dict(zip(names, views, strict=True)), context, shape, strides)
 
     def _slot_for(self, unit: OffloadUnit, stand_in: StandIn, state: tuple[int, object]) -> DeviceSlot:
         """Returns the slot of a weight that backward asks for. Raises RuntimeError if it is not as it was saved."""

@@ -50,7 +50,6 @@ class StandIn:
         """autograd's version counter of `device` when it was installed, or when its changes were last counted"""
         self.slot_views: dict[int, list[torch.Tensor]] = {}
         """what `views_in` has returned, by the index of the slot"""
-        self._described_views: dict[int, list[tuple]] = {}
         # Where the tensor consists of several: those of `device`; and of each slot the stand-in there, the places of
         # its parts, and the host tensor for which it was made.
         self._parts: TakenApart | None = None
@@ -79,13 +78,6 @@ class StandIn:
         if views is None:
             views = self.slot_views[slot.index] = self.tensor.views_of(slot.bytes)
         return views
-
-    def are_views_in(self, slot: DeviceSlot, tensors: list[torch.Tensor]) -> bool:
-        """Tells whether `tensors` are as `views_in(slot)`: the same memory in the same shapes, strides and dtypes."""
-        described = self._described_views.get(slot.index)
-        if described is None:
-            described = self._described_views[slot.index] = [*map(_described, self.views_in(slot))]
-        return [*map(_described, tensors)] == described
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -148,12 +140,6 @@ class StandIns(dict[OffloadUnit, list[StandIn]]):
     def at(self, unit: OffloadUnit, offset: int) -> StandIn:
         """Returns that of the tensor to which byte `offset` of the unit's flat buffer belongs."""
         return self[unit][unit.index_at(offset)]
-
-
-def _described(tensor: torch.Tensor) -> tuple:
-    """Returns what tells two views of the same memory apart."""
-    place = tensor.data_ptr(), tensor.shape, tensor.stride()
-    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 # The attribute of a stand-in whose `data` was asked for.

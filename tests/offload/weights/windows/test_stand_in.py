@@ -19,15 +19,13 @@ def test_stand_ins_are_found_by_the_bytes_of_their_tensors():
     assert found.at(unit, 4) is found.at(unit, 7) is found[unit][1]
 
 
-def test_views_of_a_slot_are_the_same_objects_and_are_told_from_others(streams: Streams):
+def test_views_of_a_slot_are_the_same_objects(streams: Streams):
     stand_in = StandIn(tensor_of(nn.Parameter(torch.ones(2, 4))))
     first, second = DeviceSlots(2, 64, streams)
     (view,) = stand_in.views_in(first)
     assert (view.shape, view.dtype, view.data_ptr()) == ((2, 4), torch.float32, first.bytes.data_ptr())
     assert stand_in.views_in(first)[0] is view
-    assert stand_in.are_views_in(first, [view.detach()])
-    for other in (*stand_in.views_in(second), view.view(4, 2), view.view(torch.int32), view.t().t()[:1], view.neg()):
-        assert not stand_in.are_views_in(first, [other])
+    assert stand_in.views_in(second)[0].data_ptr() == second.bytes.data_ptr()
 
 
 def test_changes_at_home_and_on_the_device_show_in_the_state():
