@@ -19,8 +19,7 @@ from typing import Protocol
 
 import torch
 
-from offload.streams.device_work import Home
-from offload.streams.stream_checker import CheckedStreams
+from offload.streams.stream_checker import CheckedStreams, Home
 from offload.torch_private.torch_internals import current_device_index, current_stream_handle
 
 

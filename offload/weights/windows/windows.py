@@ -23,8 +23,8 @@ from torch import nn
 
 from offload.errors import OUTSIDE_STEP
 from offload.memory.device_slots import DeviceSlots
-from offload.streams.device_work import Home
 from offload.streams.registry import Streams
+from offload.streams.stream_checker import Home
 from offload.torch_private.function_contexts import function_contexts, watch_contexts
 from offload.torch_private.module_contexts import ModuleContexts, ReplacedForward
 from offload.torch_private.recomputed_blocks import arrived, leaving

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.streams.device_work import HostOperandError
+from offload.streams.stream_checker import HostOperandError
 from tests.offload.helpers.models import stack_inputs, under
 from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
 
