@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.torch_private import selective_checkpoints
+from offload.torch_private import saved_tensor_hooks
 from offload.torch_private.tensor_parts import any_wraps
 from offload.torch_private.torch_internals import StorageWeakRef, TorchDispatchMode, autocast_of_caller, trilinear
 
@@ -54,7 +54,7 @@ class DeviceWork(TorchDispatchMode):
         keywords = keywords or {}
         if types and any_wraps(types):
             # Its own operations come here one by one. A selective checkpoint outside of this mode has to see the whole.
-            return function(*arguments, **keywords) if selective_checkpoints.here.depth else NotImplemented
+            return function(*arguments, **keywords) if saved_tensor_hooks.here.depth else NotImplemented
         if not self._on_compute():
             return function(*arguments, **keywords)
         operands = [tensor for tensor in _tensors((*arguments, *keywords.values())) if tensor.dim()]

@@ -1,4 +1,4 @@
-"""Hooks on saved tensors that share one thread: who saves which tensor, and autograd's check for writes in place.
+"""What is kept for backward: hooks on saved tensors that share one thread, selective checkpoints, functions' contexts.
 
 Autograd calls one pair of hooks (pack, unpack) at a time: the innermost. The pairs of this package still work inside
 each other, because a pack function (`PackHook`) carries attributes that tell the pair inside it what to do:
@@ -6,21 +6,43 @@ each other, because a pack function (`PackHook`) carries attributes that tell th
 - `owner`: the object whose hooks they are, by which the object finds out that its hooks are open already;
 - `outer`: the pair outside of this one, or None;
 - `claims`: a function of a tensor, True for the tensors that this pair saves whatever pair stands inside it.
+
+Two others keep tensors for backward where no hook sees it. A selective activation checkpoint
+(`create_selective_checkpoint_contexts` of torch) sees each operation of its forward, keeps the results that its policy
+names, and takes them in the recompute. It must not see the engine's own copies, which are others in the recompute, and
+it must not keep a view of a slot, which has other weights by then. So its dispatch modes are given an `__enter__` and
+an `__exit__` that count them and look at what they keep. And a Python function (`torch.autograd.Function`) may keep a
+tensor as an attribute of its context, which is also its node in the graph. So while somebody watches, the class of all
+contexts has an `__init__` that notes them. To search the graph for them instead takes nearly a tenth of the host's time
+for a forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from offload.torch_private.torch_internals import (
+    NO_CONTEXT,
+    CachedDispatchMode,
+    CachingDispatchMode,
     compiles_frames,
+    dispatch_modes,
     innermost_saved_tensor_hooks,
     is_checkpoint_pack,
     is_traced,
     left_out_of_graphs,
+    pop_mode,
+    push_mode,
+    tree_leaves,
 )
 
 Hooks = tuple[Callable, Callable]
@@ -133,3 +155,130 @@ def counting_checkpoint(hooks: Hooks | None) -> Hooks | None:
     if around is None or hasattr(around[0], "counts_no_weights") or not is_checkpoint_pack(around[0]):
         return None
     return around
+
+
+class ChecksKept(Protocol):
+    """Looks at what selective checkpoints keep."""
+
+    def check_kept(self, operation: str, result: Tensor) -> None:
+        """Raises where `result`, of an operation of that name, must not be kept: the forward raises it."""
+
+
+class _Here(threading.local):
+    """`depth`: the selective checkpoints that are open in this thread, in their forward or in their recompute."""
+
+    depth = 0
+
+
+here = _Here()
+_checking: weakref.WeakSet[ChecksKept] = weakref.WeakSet()
+
+
+def check_what_is_kept(by: ChecksKept) -> None:
+    """Shows `by`, as long as it lives, each result that a selective checkpoint keeps, at the end of its forward."""
+    _checking.add(by)
+    _watch_modes()
+
+
+def hidden_from_selective_checkpoints() -> AbstractContextManager:
+    """Returns a context whose operations no selective checkpoint sees."""
+    return _without_selective_checkpoints() if here.depth else NO_CONTEXT
+
+
+@contextmanager
+def _without_selective_checkpoints() -> Iterator[None]:
+    modes = [pop_mode() for _ in dispatch_modes()][::-1]
+    others = [mode for mode in modes if not isinstance(mode, (CachingDispatchMode, CachedDispatchMode))]
+    for mode in others:
+        push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            pop_mode()
+        for mode in modes:
+            push_mode(mode)
+
+
+@functools.cache
+def _watch_modes() -> None:
+    for kind in (CachingDispatchMode, CachedDispatchMode):
+        kind.__enter__, kind.__exit__ = _counted(kind.__enter__), _checked(kind.__exit__)
+
+
+def _counted(enter: Callable) -> Callable:
+    @functools.wraps(enter)
+    def enter_counted(mode: object) -> object:
+        here.depth += 1
+        return enter(mode)
+
+    return enter_counted
+
+
+def _checked(leave: Callable) -> Callable:
+    @functools.wraps(leave)
+    def leave_checked(mode: object, kind: type | None, *error: object) -> object:
+        here.depth -= 1
+        result = leave(mode, kind, *error)
+        if kind is None and isinstance(mode, CachingDispatchMode):
+            for operation, results in mode.storage.items():
+                for each in tree_leaves(results):
+                    value = getattr(each, "val", None)
+                    for by in list(_checking) if isinstance(value, Tensor) else ():
+                        by.check_kept(str(operation), value)
+        return result
+
+    return leave_checked
+
+
+class FunctionContexts(threading.local):
+    """Weak references to the contexts that a thread makes between `begin` and `end`, in their order."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[BackwardCFunction]] = []
+        self._depth = 0
+
+    def begin(self) -> int:
+        """Begins to note; nests. Returns the index in `made` of the context that is made next."""
+        self._depth += 1
+        return len(self.made)
+
+    def end(self) -> None:
+        """Ends the innermost `begin`. At the end of the outermost, all that was noted is forgotten."""
+        self._depth -= 1
+        if not self._depth:
+            self.made.clear()
+
+    def note(self, context: BackwardCFunction) -> None:
+        if self._depth:
+            self.made.append(weakref.ref(context))
+
+
+function_contexts = FunctionContexts()
+
+# Reentrant, because the garbage collector may end a watch in the middle of `watch_contexts`.
+_lock = threading.RLock()
+_watches: set[object] = set()
+
+
+def watch_contexts(owner: object) -> weakref.finalize:
+    """Notes contexts, in all threads, until the returned function is called or `owner` is gone."""
+    watch = object()
+    with _lock:
+        _watches.add(watch)
+        BackwardCFunction.__init__ = _init
+    end = weakref.finalize(owner, _end, watch)
+    end.atexit = False
+    return end
+
+
+def _end(watch: object) -> None:
+    with _lock:
+        _watches.discard(watch)
+        if not _watches:
+            with suppress(AttributeError):
+                del BackwardCFunction.__init__
+
+
+def _init(context: BackwardCFunction) -> None:
+    function_contexts.note(context)

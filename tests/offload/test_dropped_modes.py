@@ -7,7 +7,7 @@ from torch.autograd.function import BackwardCFunction
 
 from offload.streams import registry
 from offload.streams.registry import Streams
-from offload.torch_private import function_contexts
+from offload.torch_private import saved_tensor_hooks
 from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, collect, made_model
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.page_locks import FakeRuntime
@@ -36,7 +36,7 @@ def test_a_dropped_mode_holds_no_streams_and_watches_nothing(
     # What modes of other tests, kept by somebody, have left on.
     before = vars(BackwardCFunction).get("__init__")
     request.addfinalizer(lambda: before is not None and setattr(BackwardCFunction, "__init__", before))
-    monkeypatch.setattr(function_contexts, "_watches", set())
+    monkeypatch.setattr(saved_tensor_hooks, "_watches", set())
     monkeypatch.setattr(registry, "_open", {})
 
     def use() -> None:

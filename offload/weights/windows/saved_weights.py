@@ -34,9 +34,9 @@ from offload.torch_private.saved_tensor_hooks import (
     PackHook,
     Passed,
     active_hooks,
+    check_what_is_kept,
     counting_checkpoint,
 )
-from offload.torch_private.selective_checkpoints import check_what_is_kept
 from offload.torch_private.tensor_parts import Wrapping, parts, replaced_in, tensors_in, wraps
 from offload.torch_private.torch_internals import (
     NO_CONTEXT,
