@@ -63,8 +63,8 @@ step, `weights.streamer`, which joins the parts, and `modes.layer_stream`, a who
 
 from offload.activations.checkpointing import recompute
 from offload.blocks import find_blocks
-from offload.errors import KnobError
 from offload.files.mapped_files import FileSpan, lies_in_file
+from offload.knobs import KnobError
 from offload.memory.host_memory import allocator_pinned_bytes
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
@@ -75,13 +75,13 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.modes.weight_mode import WeightMode
-from offload.norms import l2_norm
 from offload.optimizer.adamw import HostAdamW
 from offload.speculation.trials import Speculation
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams, acquire, release
 from offload.streams.transfer import upload
 from offload.weights.footprint import Footprint
+from offload.weights.gradients.offloader import l2_norm
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from offload.errors import KnobError, refuse_part
+from offload.knobs import KnobError, refuse_part
 from offload.torch_private.tensor_parts import true_bytes
 
 # A block of a larger share of the model (a stage of a U-Net) is taken apart where lists in it hold nearly all of it.

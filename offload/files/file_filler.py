@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from offload.errors import KnobError
 from offload.files.file_ring import FileRing, ReadPlan
 from offload.files.mapped_files import FileSpan, MappedFile
+from offload.knobs import KnobError
 from offload.memory.device_slots import DeviceSlot
 from offload.memory.host_memory import HostArena, HostBlock
 from offload.memory.limits import free_host_bytes

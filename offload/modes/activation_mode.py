@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from offload.errors import OUTSIDE_STEP, KnobError, knobs_under
+from offload.knobs import OUTSIDE_STEP, KnobError, knobs_under
 from offload.modes.mode import NO_OPTIONS, Activations, Attached, AttachOptions, Mode
 from offload.streams.registry import Streams
 from offload.torch_private.module_contexts import ModuleContexts

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from offload.activations.checkpointing import recompute
 from offload.activations.swapper import ActivationSwapper
 from offload.blocks import find_blocks, outside_blocks
-from offload.errors import KnobError
-from offload.knobs import knob, nbytes
-from offload.microbatches.layer_major import LayerMajor
-from offload.microbatches.trial import compute_alike
+from offload.knobs import KnobError, knob, nbytes
+from offload.microbatches.layer_major import LayerMajor, compute_alike
 from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.modes.weight_mode import AttachedWeights, WeightMode
 from offload.streams.counters import Counters
@@ -196,8 +194,9 @@ class AttachedShards(AttachedWeights):
 
         Layer-major, but one microbatch after another where the gradients of each matter by themselves: where a
         parameter has hooks on its gradient, which run for each, or a gradient already, to which each is added. The
-        first time, each loss is called twice more to find out whether that changes a number (`trial`): if it does, they
-        run one after another for good, with a warning. Raises RuntimeError where a loss or a forward changes weights.
+        first time, each loss is called twice more to find out whether that changes a number (`compute_alike`): if it
+        does, they run one after another for good, with a warning. Raises RuntimeError where a loss or a forward changes
+        weights.
         """
         if running_microbatch() is not None:
             raise RuntimeError("accumulate inside a loss of several microbatches: call loss.backward() there")

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from offload.activations.policy import AutomaticBudget, FixedBudget
 from offload.activations.swapper import ActivationSwapper
-from offload.errors import refuse_part
-from offload.knobs import nbytes
+from offload.knobs import nbytes, refuse_part
 from offload.memory.host_memory import HostArena
 from offload.modes.activation_mode import ActivationMode, MovedActivations
 from offload.modes.mode import NO_OPTIONS, AttachOptions

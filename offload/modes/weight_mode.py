@@ -13,9 +13,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from offload.errors import KnobError
 from offload.files.file_filler import FileFiller, leave_in_files, ring_bytes
-from offload.knobs import knob
+from offload.knobs import KnobError, knob
 from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.optimizer.adamw import HostAdamW
@@ -27,10 +26,9 @@ from offload.speculation.trials import Speculation
 from offload.speculation.updates import overlapping
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
-from offload.torch_private.fused_optimizers import counting_fused_updates
 from offload.torch_private.module_contexts import check_no_scripted, check_recompute_is_outside
 from offload.weights.footprint import Footprint
-from offload.weights.gradients.released import why_kept
+from offload.weights.gradients.final import why_kept
 from offload.weights.gradients.seams import Updates
 from offload.weights.prefetching.filler import Filler
 from offload.weights.streamer import WeightStreamer
@@ -42,6 +40,7 @@ from offload.weights.units.partition import (
     keep_on_device,
     open_at_once,
 )
+from offload.weights.units.user_changes import counting_fused_updates
 
 
 @dataclass(kw_only=True, eq=False)

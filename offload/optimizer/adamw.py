@@ -8,22 +8,23 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from offload.errors import KnobError
-from offload.knobs import bytes_or, one_of
+from offload.knobs import KnobError, bytes_or, one_of
 from offload.memory.limits import usable_cores
 from offload.optimizer.claims import Claim, State, in_two, update_together
 from offload.optimizer.formats import StateFormat, noise_seed, state_bytes
 from offload.optimizer.kernel_choice import update_on
 from offload.optimizer.kernels import UpdateKernel, torch_threads
 from offload.optimizer.native_kernel import begin_compiling
-from offload.optimizer.param_groups import (
+from offload.optimizer.state_dicts import (
     check_dtype,
     check_group,
     check_hyperparameters,
     decay_groups,
     hyperparameters_of,
+    loads_states,
+    states_as_torchs,
+    states_to_load,
 )
-from offload.optimizer.state_dicts import loads_states, states_as_torchs, states_to_load
 from offload.optimizer.states import States
 
 # The system could not start more: the process would end without a message.

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from offload.norms import l2_norm
 from offload.sharing.device_sums import NOTHING, SUMS_AT_ONCE, DeviceSums, offer
 from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import OWN_HOMES, Sharers
@@ -21,6 +20,7 @@ from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.registry import Points, Streams
 from offload.streams.transfer import Transfer, profiled
 from offload.weights.gradients.landing import GradientLanding
+from offload.weights.gradients.offloader import l2_norm
 from offload.weights.gradients.seams import Destination
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
-from offload.errors import KnobError
+from offload.knobs import KnobError
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim
 from offload.optimizer.overlap import Overlap

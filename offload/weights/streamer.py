@@ -46,7 +46,7 @@ class WeightStreamer:
     Takes the model over on construction and gives it back with `detach`. `make_filler` makes what brings units home and
     into slots. Raises what that raises; MemoryError, before anything is allocated, where the host has no room for the
     units. After an exception the model is as it was found. `releases`: gradients go to updates inside backward, and
-    have no homes (`gradients.released`).
+    have no homes (`ReleasedGradients`).
     """
 
     def __init__(

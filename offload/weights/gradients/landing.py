@@ -1,6 +1,6 @@
 """Sends each gradient where it belongs: home, to another destination, to its update alone, or to autograd on the host.
 
-A gradient lands when autograd has summed all uses of a stand-in (`GradientSink` of `gradient_nodes`).
+A gradient lands when autograd has summed all uses of a stand-in (`GradientSink`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from offload.torch_private.torch_internals import (
     executes_node,
     left_out_of_graphs,
 )
-from offload.weights.gradients.final import FinalGradients
+from offload.weights.gradients.final import FinalGradients, ReleasedGradients, used_on_host
 from offload.weights.gradients.offloader import GradientOffloader, Landing
-from offload.weights.gradients.released import ReleasedGradients, used_on_host
 from offload.weights.gradients.seams import NO_UPDATES, Destination, Updates
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 

@@ -1,4 +1,4 @@
-"""Copies gradients from the device to the host."""
+"""Copies gradients from the device to the host, and takes their norms."""
 
 from __future__ import annotations
 
@@ -6,14 +6,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from offload.norms import l2_norm
 from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.registry import Stream
 from offload.streams.transfer import Transfer
 from offload.weights.gradients.ring import RingBlock
 from offload.weights.units.unit import OffloadUnit, UnitTensor
+
+# Numbers in a sum: the norm of so many is right to 1e-5.
+PIECE = 1 << 12
+
+
+def l2_norm(tensor: Tensor) -> Tensor:
+    """Returns the L2 norm of a tensor of any shape and floating dtype: a float32 scalar on its device.
+
+    On the CPU it is the norm of the norms of pieces, right to 1e-5 for any number of elements. torch's norm adds all
+    squares in a few float32 sums there, to which the last of many millions are too small: of 131 million numbers the
+    norm is 1.6% too small. Clipping would differ by as much between gradients on the host and on a device.
+    """
+    tensor = tensor.detach()
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if tensor.device.type != "cpu" or tensor.numel() <= PIECE:
+        return torch.linalg.vector_norm(tensor, dtype=dtype).float()
+    flat = tensor.contiguous().view(-1)
+    whole = flat.numel() // PIECE * PIECE
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+    return torch.linalg.vector_norm(torch.cat([norms, rest.view(1)])).float()
+
 
 # Gradients that wait to leave together: on the fastest bus of today they take 0.3 ms, and the host saves an event, a
 # wait and a stream context for each of them.

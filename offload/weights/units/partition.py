@@ -12,11 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload.errors import KnobError
-from offload.knobs import parse_bytes
+from offload.knobs import KnobError, parse_bytes
 from offload.torch_private.tensor_parts import lies_flat, true_bytes, wraps
-from offload.weights.units.layouts import check_buffer, check_frozen
-from offload.weights.units.placement import ModuleAttribute
+from offload.weights.units.placement import ModuleAttribute, check_buffer, check_frozen
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Of the bytes of a model, for the units that stay on the device first. While backward computes two blocks of 32 (7B at

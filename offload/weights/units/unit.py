@@ -41,8 +41,7 @@ from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, HostBlock, al
 from offload.streams.registry import Event
 from offload.torch_private.tensor_parts import Places, TakenApart, places_of
 from offload.torch_private.torch_internals import gradient_hooks, without_torch_function
-from offload.weights.units.layouts import Layout, Piece
-from offload.weights.units.placement import ModuleAttribute, held_by, move_into, move_to, put_over
+from offload.weights.units.placement import Layout, ModuleAttribute, Piece, held_by, move_into, move_to, put_over
 
 
 class GradientSlot:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from offload.memory.host_memory import HostArena
 from offload.torch_private.tensor_parts import wraps
-from offload.weights.units.layouts import check_frozen
+from offload.weights.units.placement import check_frozen
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
@@ -121,3 +123,25 @@ def check_one_owner(units: Iterable[OffloadUnit]) -> None:
                 f"{owner.name} and {tensor.name} share memory, which they did not when the mode was attached: detach"
                 " it before they are tied, or copy (parameter.data = other.data.clone())"
             )
+
+
+@contextmanager
+def counting_fused_updates() -> Iterator[None]:
+    """Surrounds code in which the `step` of a fused optimizer advances the version counters of its parameters.
+
+    Its kernels do not. Inside a step, a weight that was changed is copied to the device again: an optimizer whose
+    `step` is there, too (LBFGS, an update after each microbatch), has to show that it has changed it.
+    """
+    handle = register_optimizer_step_post_hook(_count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _count(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for parameter in group["params"]:
+                if parameter.grad is not None and not parameter.is_inference():
+                    torch.autograd.graph.increment_version(parameter)

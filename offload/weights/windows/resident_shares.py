@@ -17,8 +17,7 @@ from torch import nn
 from offload.torch_private.tensor_parts import lies_flat
 from offload.torch_private.threads import SideBySideError
 from offload.weights.units.placement import ModuleAttribute
-from offload.weights.windows.gradient_nodes import share_of
-from offload.weights.windows.stand_in import like_host
+from offload.weights.windows.stand_in import like_host, share_of
 
 
 class ResidentShares:

@@ -49,7 +49,7 @@ from offload.torch_private.torch_internals import (
 from offload.weights.gradients.final import FinalGradients
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.unit import OffloadUnit
-from offload.weights.windows.scopes import RunningForwards
+from offload.weights.windows.held_tensors import RunningForwards
 from offload.weights.windows.stand_in import StandIn, StandIns
 from offload.weights.windows.stand_ins import copy_of_frozen, frozen_stand_in
 

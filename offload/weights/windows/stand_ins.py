@@ -13,12 +13,21 @@ from offload.torch_private.recomputed_blocks import STANDS_FOR
 from offload.torch_private.tensor_parts import STATE, parts, replaced_in, state_of, wraps
 from offload.torch_private.threads import SideBySideError, running_microbatch
 from offload.torch_private.torch_internals import NO_CONTEXT, set_sequence_number, storage_address
-from offload.weights.units.layouts import over
-from offload.weights.units.placement import ModuleAttribute, give_memory
+from offload.weights.units.placement import ModuleAttribute, give_memory, over
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 from offload.weights.units.user_changes import is_gone
-from offload.weights.windows.gradient_nodes import AT_ONCE, GradientSink, OnDevice, joined_to_host, share_of
-from offload.weights.windows.stand_in import DATA_TAKEN, StandIn, forget_data_taken, give_data, like_host
+from offload.weights.windows.stand_in import (
+    AT_ONCE,
+    DATA_TAKEN,
+    GradientSink,
+    OnDevice,
+    StandIn,
+    forget_data_taken,
+    give_data,
+    joined_to_host,
+    like_host,
+    share_of,
+)
 
 
 def install_stand_ins(

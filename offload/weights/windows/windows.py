@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import nn
 
-from offload.errors import OUTSIDE_STEP
+from offload.knobs import OUTSIDE_STEP
 from offload.memory.device_slots import DeviceSlots
 from offload.streams.registry import Streams
 from offload.streams.stream_checker import Home
@@ -49,11 +49,19 @@ from offload.weights.gradients.final import FinalGradients
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutModel, open_at_once
 from offload.weights.units.unit import OffloadUnit, UnitTensor
-from offload.weights.windows.gradient_nodes import GradientSink
-from offload.weights.windows.held_tensors import HeldTensors, LeavesSlots, OpenTensors, end_watch, watch_reads
+from offload.weights.windows.held_tensors import (
+    HeldTensors,
+    LeavesSlots,
+    OpenTensors,
+    RunningForwards,
+    Scope,
+    ThreadForwards,
+    copy_returned,
+    end_watch,
+    watch_reads,
+)
 from offload.weights.windows.saved_weights import SavedWeights, name_kept_weights
-from offload.weights.windows.scopes import RunningForwards, Scope, ThreadForwards, copy_returned
-from offload.weights.windows.stand_in import StandIn, StandIns
+from offload.weights.windows.stand_in import GradientSink, StandIn, StandIns
 from offload.weights.windows.stand_ins import (
     copy_of_stand_in,
     differs_from_home,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload.errors import KnobError
 from offload.files import file_filler
 from offload.files.file_filler import coming_in, leave_in_files, plans_of
 from offload.files.mapped_files import ChangedFileError, FileSpan, lies_in_file
+from offload.knobs import KnobError
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import AttachOptions

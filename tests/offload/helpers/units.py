@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from offload.weights.units.layouts import over
-from offload.weights.units.placement import ModuleAttribute
+from offload.weights.units.placement import ModuleAttribute, over
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from offload.errors import KnobError
+from offload.knobs import KnobError
 from offload.modes.activation_mode import ActivationMode, MovedActivations
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.errors import KnobError
-from offload.knobs import explanations, knob
+from offload.knobs import KnobError, explanations, knob
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.mode import Attachment, Mode, attaching

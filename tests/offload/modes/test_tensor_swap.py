@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.errors import KnobError
+from offload.knobs import KnobError
 from offload.modes import tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from offload.errors import KnobError
+from offload.knobs import KnobError
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from offload.errors import KnobError
-from offload.knobs import choices_of
+from offload.knobs import KnobError, choices_of
 from offload.modes.bounce_linear import BounceLinear
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import join
-from offload.optimizer.param_groups import decay_groups
+from offload.optimizer.state_dicts import decay_groups
 from tests.offload.helpers.kernels import Blockwise, checked
 from tests.offload.helpers.models import under
 from tests.offload.helpers.optimizers import SETTINGS, STEPS, give_gradients, near, parameters, same, train

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offload.errors import KnobError
+from offload.knobs import KnobError
 from offload.optimizer.formats import (
     BLOCK,
     SIGNED_ERROR,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.errors import KnobError
+from offload.knobs import KnobError
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW

@@ -8,7 +8,7 @@ from offload.memory.host_memory import HostArena
 from offload.modes.layer_stream import LayerStream
 from offload.streams.stream_checker import CheckedStreams
 from offload.streams.transfer import Telemetry, Transfer
-from offload.weights.gradients.offloader import GradientOffloader, Landing
+from offload.weights.gradients.offloader import PIECE, GradientOffloader, Landing, l2_norm
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 from tests.offload.helpers.models import Stack, under
 from tests.offload.helpers.units import tensor_of, unit_of_two
@@ -179,3 +179,41 @@ def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
         norms = attached.gradient_norms()
         assert norms
         assert gradient_norm(model, norms) == pytest.approx(gradient_norm(model, {}), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("count", [0, 1, PIECE, PIECE + 1, 3 * PIECE, 1 << 24])
+def test_it_is_right_for_any_number_of_elements(count: int, dtype: torch.dtype):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul_(1e-4).to(dtype)
+    norm = l2_norm(values)
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+    assert norm.item() == pytest.approx(values.double().norm().item(), rel=1e-5)
+
+
+def test_torch_s_own_would_not_do():
+    """The day it does, this file can go."""
+    values = torch.full((1 << 24,), 1e-4)
+    exact = values.double().norm().item()
+    assert torch.linalg.vector_norm(values).item() != pytest.approx(exact, rel=1e-4)
+    assert l2_norm(values).item() == pytest.approx(exact, rel=1e-5)
+
+
+def test_shape_and_order_in_memory_change_no_bit():
+    values = torch.randn(64, 48, 5, 7)
+    other = values.to(memory_format=torch.channels_last)
+    assert values.numel() > PIECE
+    assert torch.equal(l2_norm(values), l2_norm(other))
+    assert torch.equal(l2_norm(values), l2_norm(values.flatten()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, -1])
+def test_what_is_not_finite_shows(value: float, at: int):
+    values = torch.zeros(2 * PIECE + 3)
+    values[at] = value
+    assert not l2_norm(values).isfinite()
+
+
+def test_it_has_no_graph():
+    assert not l2_norm(torch.ones(2 * PIECE, requires_grad=True)).requires_grad

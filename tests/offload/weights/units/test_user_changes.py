@@ -6,7 +6,7 @@ from torch import nn
 
 from offload.memory.host_memory import HostArena
 from offload.weights.units.partition import CutPoint, cut
-from offload.weights.units.user_changes import take_changes, take_replacement
+from offload.weights.units.user_changes import counting_fused_updates, take_changes, take_replacement
 from tests.offload.helpers.units import data_in
 from tests.offload.weights.units.test_unit import at_home
 
@@ -59,3 +59,19 @@ def test_replaced_parameters_and_other_data_come_home():
     assert (data_in(weight, unit.weights.bytes) == 1).all()
     assert (data_in(bias, unit.weights.bytes) == 2).all()
     assert arena.pageable_bytes == held
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_updates_are_counted(fused: bool):
+    used, unused = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([used, unused], lr=0.1, fused=fused)
+    used.grad = torch.ones(4)
+    with counting_fused_updates():
+        before = used._version, unused._version
+        optimizer.step()
+        assert used._version > before[0]
+        assert unused._version == before[1]
+    if fused:
+        before = used._version
+        optimizer.step()
+        assert used._version == before, "torch counts them now: this file has no use any more"
