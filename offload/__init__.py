@@ -77,9 +77,8 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.modes.weight_mode import WeightMode
 from offload.optimizer.adamw import HostAdamW
 from offload.speculation.trials import Speculation
-from offload.streams.counters import Counters
 from offload.streams.registry import Streams, acquire, release
-from offload.streams.transfer import upload
+from offload.streams.transfer import Counters, upload
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.offloader import l2_norm
 

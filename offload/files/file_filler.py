@@ -19,9 +19,8 @@ from offload.knobs import KnobError
 from offload.memory.device_slots import DeviceSlot
 from offload.memory.host_memory import HostArena, HostBlock
 from offload.memory.limits import free_host_bytes
-from offload.streams.counters import Counters
-from offload.streams.transfer import Transfer
-from offload.weights.prefetching.filler import Filler, Forecast
+from offload.streams.transfer import Counters, Transfer
+from offload.weights.prefetching.slot_contents import Filler, Forecast
 from offload.weights.units.partition import CutModel
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 

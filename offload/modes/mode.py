@@ -22,12 +22,11 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
 from offload.sharing.sharers import NO_SHARERS, Sharers
 from offload.speculation.trials import Speculation
-from offload.streams.counters import Counters
 from offload.streams.registry import Streams
+from offload.streams.transfer import Counters
 from offload.weights.footprint import Footprint
 from offload.weights.units.partition import cut
-from offload.weights.units.placement import DevicePlacement
-from offload.weights.units.unfilled import UnfilledTensors
+from offload.weights.units.placement import DevicePlacement, UnfilledTensors
 
 _mode_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 

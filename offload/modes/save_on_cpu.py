@@ -15,8 +15,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from offload.memory.host_memory import allocator_pinned_bytes
 from offload.modes.activation_mode import ActivationMode, MovedActivations
-from offload.streams.counters import Counters
 from offload.streams.registry import Streams
+from offload.streams.transfer import Counters
 from offload.torch_private.tensor_parts import Wrapping, wraps
 from offload.torch_private.torch_internals import left_out_of_graphs
 

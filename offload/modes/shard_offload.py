@@ -25,8 +25,8 @@ from offload.knobs import KnobError, knob, nbytes
 from offload.microbatches.layer_major import LayerMajor, compute_alike
 from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.modes.weight_mode import AttachedWeights, WeightMode
-from offload.streams.counters import Counters
 from offload.streams.registry import Streams
+from offload.streams.transfer import Counters
 from offload.torch_private.buffer_states import Place, own_copies
 from offload.torch_private.module_contexts import WrappedForward
 from offload.torch_private.recomputed_blocks import buffers_here

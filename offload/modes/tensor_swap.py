@@ -17,9 +17,8 @@ from offload.knobs import nbytes, refuse_part
 from offload.memory.host_memory import HostArena
 from offload.modes.activation_mode import ActivationMode, MovedActivations
 from offload.modes.mode import NO_OPTIONS, AttachOptions
-from offload.streams.counters import Counters
 from offload.streams.registry import Streams
-from offload.streams.transfer import Telemetry, Transfer
+from offload.streams.transfer import Counters, Telemetry, Transfer
 from offload.torch_private.threads import OneThread
 from offload.weights.footprint import Footprint
 

@@ -24,13 +24,13 @@ from offload.sharing.gather_filler import GatherFiller
 from offload.sharing.slices import cut_for_sharers, slices_of, updated_elements
 from offload.speculation.trials import Speculation
 from offload.speculation.updates import overlapping
-from offload.streams.counters import Counters
 from offload.streams.registry import Streams
+from offload.streams.transfer import Counters
 from offload.torch_private.module_contexts import check_no_scripted, check_recompute_is_outside
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.final import why_kept
 from offload.weights.gradients.seams import Updates
-from offload.weights.prefetching.filler import Filler
+from offload.weights.prefetching.slot_contents import Filler
 from offload.weights.streamer import WeightStreamer
 from offload.weights.units.partition import (
     CutModel,

@@ -16,11 +16,11 @@ from offload.optimizer.claims import Claim
 from offload.optimizer.device_states import DeviceStates
 from offload.optimizer.kernels import torch_threads
 from offload.optimizer.worker import UnitUpdate, UpdateWorker
-from offload.streams.counters import Counters
 from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal
+from offload.streams.transfer import Counters
 from offload.torch_private.module_contexts import OwnHook
-from offload.weights.gradients.ring import RingBlock
+from offload.weights.gradients.offloader import RingBlock
 from offload.weights.gradients.seams import Updates
 from offload.weights.streamer import WeightStreamer
 from offload.weights.units.unit import OffloadUnit, UnitTensor

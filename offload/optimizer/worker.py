@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from offload.streams.counters import Counters
 from offload.streams.registry import Event, Signal, Streams
-from offload.streams.transfer import profiled
-from offload.weights.gradients.ring import RingBlock
+from offload.streams.transfer import Counters, profiled
+from offload.weights.gradients.offloader import RingBlock
 from offload.weights.units.unit import GradientSlot, OffloadUnit
 
 # Each thread has a clock of its own in the stream checker.

@@ -22,11 +22,10 @@ from offload.sharing.sharers import OWN_HOMES, Sharers, meet
 from offload.sharing.slices import check_divisible, slices_of
 from offload.sharing.sum_memory import SumHome, SumRing, ring_bytes
 from offload.sharing.summing import GradientSum
-from offload.streams.counters import Counters
-from offload.streams.transfer import Transfer, profiled
+from offload.streams.transfer import Counters, Transfer, profiled
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.seams import Updates
-from offload.weights.prefetching.filler import Filler, Forecast
+from offload.weights.prefetching.slot_contents import Filler, Forecast
 from offload.weights.units.partition import CutModel
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 

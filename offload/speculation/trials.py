@@ -26,7 +26,7 @@ from offload.optimizer.kernels import torch_threads
 from offload.optimizer.native_kernel import NativeLibrary
 from offload.optimizer.states import some_elements, version_and_address
 from offload.speculation.undo_log import ReversibleUpdate, UndoArena, UndoLog
-from offload.streams.counters import Counters
+from offload.streams.transfer import Counters
 
 # With speculate="auto" a step speculates if this many steps before it were neither clipped nor taken back.
 QUIET_STEPS = 2

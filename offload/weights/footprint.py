@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from offload.weights.gradients.ring import gradient_ring_bytes
+from offload.weights.gradients.offloader import gradient_ring_bytes
 from offload.weights.units.partition import CutModel
 
 

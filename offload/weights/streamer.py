@@ -17,17 +17,15 @@ import torch
 
 from offload.memory.device_slots import DeviceSlots
 from offload.memory.host_memory import HostArena
-from offload.streams.counters import Counters
 from offload.streams.registry import Streams
-from offload.streams.transfer import Telemetry, Transfer
+from offload.streams.transfer import Counters, Telemetry, Transfer
 from offload.torch_private.recomputed_blocks import arrived, leaving
 from offload.torch_private.tensor_parts import lies_flat, version_of, wraps
 from offload.weights.gradients.landing import GradientLanding
-from offload.weights.gradients.ring import gradient_ring_bytes
+from offload.weights.gradients.offloader import gradient_ring_bytes
 from offload.weights.gradients.seams import NO_UPDATES, Updates
-from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
-from offload.weights.prefetching.slot_contents import SlotContents
+from offload.weights.prefetching.slot_contents import Filler, SlotContents
 from offload.weights.units.partition import CutModel
 from offload.weights.units.placement import DevicePlacement
 from offload.weights.units.unit import OffloadUnit

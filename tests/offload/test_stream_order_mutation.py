@@ -32,7 +32,7 @@ from offload.sharing.buckets import gradient_buckets
 from offload.speculation.trials import Speculation
 from offload.streams import registry
 from offload.streams.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, StreamOrderError
-from offload.weights.gradients import ring
+from offload.weights.gradients import offloader
 from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, stack_inputs, train, under
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
@@ -192,7 +192,7 @@ def _gathering(device_share: int = 0) -> None:
 def _paced(at_once: bool) -> Iterator[None]:
     """The worker makes each update before its offer returns; or none before somebody waits for one."""
     offer, wait, close, apply = UpdateWorker.offer, CheckedSignal.wait, UpdateWorker.close, HostAdamW.apply
-    take_back = ring.GradientRing._take_back
+    take_back = offloader.GradientRing._take_back
     gate = threading.Event()
 
     def paced_offer(self, *arguments, **options):
@@ -226,7 +226,7 @@ def _paced(at_once: bool) -> Iterator[None]:
         patch.setattr(UpdateWorker, "offer", paced_offer)
         patch.setattr(UpdateWorker, "close", paced_close)
         patch.setattr(CheckedSignal, "wait", paced_wait)
-        patch.setattr(ring.GradientRing, "_take_back", paced_take_back)
+        patch.setattr(offloader.GradientRing, "_take_back", paced_take_back)
         patch.setattr(HostAdamW, "apply", paced_apply)
         yield
 
@@ -352,8 +352,8 @@ def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 10000)
-    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
-    monkeypatch.setattr(ring, "RING_UNITS", 1)
+    monkeypatch.setattr(offloader, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(offloader, "RING_UNITS", 1)
     sites = _Sites(monkeypatch)
     runs = []
     for part in _parts():

@@ -17,8 +17,7 @@ import torch
 from offload.memory.host_memory import HostArena
 from offload.streams.registry import Event, Streams
 from offload.torch_private.torch_internals import has_gradient_hooks
-from offload.weights.gradients.offloader import GradientOffloader, is_sparse
-from offload.weights.gradients.ring import GradientRing, gradient_ring_bytes
+from offload.weights.gradients.offloader import GradientOffloader, GradientRing, gradient_ring_bytes, is_sparse
 from offload.weights.gradients.seams import Updates
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from offload.streams.counters import Counters
 from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal, Streams
-from offload.weights.gradients.ring import RingBlock
+from offload.streams.transfer import Counters
+from offload.weights.gradients.offloader import RingBlock
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 

@@ -17,8 +17,7 @@ from offload.memory.device_slots import DeviceSlot
 from offload.streams.transfer import Transfer
 from offload.torch_private.torch_internals import is_in_backward
 from offload.weights.prefetching.access_order import AccessOrder, RepeatedOrder
-from offload.weights.prefetching.filler import Filler, Forecast
-from offload.weights.prefetching.slot_contents import SlotContents
+from offload.weights.prefetching.slot_contents import Filler, Forecast, SlotContents
 from offload.weights.units.unit import OffloadUnit
 
 

@@ -13,8 +13,8 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
 from offload.speculation.trials import Speculation
-from offload.weights.gradients import ring
-from offload.weights.gradients.ring import GradientRing
+from offload.weights.gradients import offloader
+from offload.weights.gradients.offloader import GradientRing
 from tests.offload.helpers import updates
 from tests.offload.helpers.kernels import needs_compiler
 from tests.offload.helpers.late import ON_A_GPU, gpu_inputs, make_late
@@ -64,8 +64,8 @@ def test_equals_updates_in_turn(mode: str, early: bool):
 @pytest.fixture
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Released gradients have room for those of one unit."""
-    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
-    monkeypatch.setattr(ring, "RING_UNITS", 1)
+    monkeypatch.setattr(offloader, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(offloader, "RING_UNITS", 1)
 
 
 @pytest.mark.usefixtures("delayed", "poisoned", "worker", "small_ring")

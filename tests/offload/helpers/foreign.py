@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
-from offload.streams.counters import Counters
+from offload.streams.transfer import Counters
 from tests.offload.helpers.models import under
 
 

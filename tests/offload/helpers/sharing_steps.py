@@ -15,8 +15,8 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Attached, AttachOptions
 from offload.optimizer.adamw import HostAdamW
 from offload.speculation.trials import Speculation
-from offload.streams.counters import Counters
 from offload.streams.stream_checker import CheckedStreams
+from offload.streams.transfer import Counters
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers
 from tests.offload.helpers.updates import host_adamw, is_busy, states_of

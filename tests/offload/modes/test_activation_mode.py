@@ -14,7 +14,7 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.streams.counters import Counters
+from offload.streams.transfer import Counters
 from tests.offload.helpers.models import Stack, same_as_resident, stack_inputs, under
 
 

@@ -12,8 +12,8 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.mode import Attachment, Mode, attaching
 from offload.modes.none import Resident
 from offload.streams import registry
-from offload.streams.counters import Counters
 from offload.streams.stream_checker import CheckedStreams
+from offload.streams.transfer import Counters
 from tests.offload.helpers.models import Stack, same_as_resident, stack_inputs, under, with_copy
 from tests.offload.helpers.modes import mode_classes, small
 

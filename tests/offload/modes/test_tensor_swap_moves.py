@@ -14,7 +14,7 @@ from offload.modes import tensor_swap
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
-from offload.streams.counters import Counters
+from offload.streams.transfer import Counters
 from tests.offload.helpers.models import Stack, assert_same, same_as_resident, stack_inputs, train, under
 from tests.offload.helpers.swapping import Fails
 

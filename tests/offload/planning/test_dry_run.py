@@ -28,7 +28,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.dry_run import MOVED, DryRun, ForwardRun, dry_run, dry_run_forwards, left_as_found
 from offload.planning.simulated_streams import Bandwidth, SimulatedStreams, Work
-from offload.weights.gradients import ring
+from offload.weights.gradients import offloader
 from offload.weights.gradients.final import NotFinalError
 from tests.offload.helpers.mapped import with_low_rank, write_frozen
 from tests.offload.helpers.models import Shared, Stack, stack_inputs, tokens, under
@@ -120,7 +120,7 @@ def test_copies_in_are_at_most_those_of_the_footprint():
 
 
 def test_released_gradients_take_the_ring_of_the_footprint(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(offloader, "LEAST_RING_BYTES", 0)
     model, mode = Stack(width=32, depth=6).to("meta"), LayerStream(slots=2)
     kept, options = dry(mode, model, [stack_inputs(0, 0)]), AttachOptions(release_gradients=True)
     plan = mode.footprint(model, options=options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
 from offload.streams import registry
 from offload.streams.stream_checker import StreamOrderError
-from offload.streams.transfer import Telemetry, Transfer, profiled, upload
+from offload.streams.transfer import LEVELS, Counters, Telemetry, Transfer, profiled, upload
 
 
 class Clock:
@@ -115,3 +117,28 @@ def test_a_copy_is_named_in_a_profile_and_only_there(transfer: Transfer):
 def test_an_upload_to_the_host_is_the_tensor_itself():
     batch = torch.arange(4)
     assert upload(batch, torch.device("cpu")) is batch
+
+
+def distinct(factor: int) -> Counters:
+    return Counters(**{entry.name: factor * (index + 1) for index, entry in enumerate(fields(Counters))})
+
+
+def test_parts_of_a_mode_add_up_levels_too():
+    assert distinct(2) + distinct(3) == distinct(5)
+    assert distinct(2) + Counters() == distinct(2)
+
+
+def test_a_difference_is_the_growth_and_has_the_levels_of_the_later_reading():
+    later, earlier = distinct(5), distinct(3)
+    grown = later - earlier
+    for entry in fields(Counters):
+        expected = distinct(5) if entry.name in LEVELS else distinct(2)
+        assert getattr(grown, entry.name) == getattr(expected, entry.name), entry.name
+
+
+def test_what_nobody_times_stays_unknown():
+    unknown = Counters(stall_ms=None, h2d_bytes=3)
+    assert (unknown + Counters(stall_ms=1.0)).stall_ms is None
+    assert (Counters(stall_ms=1.0) + unknown).stall_ms is None
+    assert (unknown - unknown).stall_ms is None
+    assert (unknown + unknown).h2d_bytes == 6

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload.knobs import GIB
-from offload.weights.gradients import ring
+from offload.weights.gradients import offloader
 from tests.training.helpers.in_process import components_of, composed, conf_initialised
 from training.config.modes import mode_options
 from training.config.validation import check
@@ -107,14 +107,14 @@ def test_memory_of_the_gpu_is_filled_before_numbers_change(plans):
 
 
 def test_without_clipping_gradients_need_no_memory(plans, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(offloader, "LEAST_RING_BYTES", 0)
     components, plan = plans(*SMALL, "model.num_hidden_layers=8", *STREAMED, "optimizer.state_dtype=bf16")
     limit = plan.totals["host_budget"] - plan.host_bytes["gradients"] // 8
     assert advice_on(components, plan, host_budget=limit).startswith("clip_norm=null (planned: ")
 
 
 def test_where_microbatches_add_up_gradients_a_step_of_one_of_them_is_advised(plans, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(offloader, "LEAST_RING_BYTES", 0)
     smallest = ("optimizer.state_dtype=int8", "optimizer.master=stochastic", "microbatches=2")
     overrides = (*SMALL, "model.num_hidden_layers=8", *STREAMED, *smallest)
     components, plan = plans(*overrides)

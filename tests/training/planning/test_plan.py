@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from models.llama import Llama
 from offload.knobs import GIB
 from offload.modes import tensor_swap
-from offload.weights.gradients import ring
+from offload.weights.gradients import offloader
 from tests.test_any_model import GPT2
 from tests.training.helpers.in_process import ROOT, command_here, components_of
 from training.errors import UserError
@@ -239,8 +239,8 @@ def plan_of(components: Components):
 @pytest.fixture(autouse=True)
 def no_least_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else small models have room for all gradients in the ring."""
-    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
-    monkeypatch.setattr(ring, "RING_UNITS", 1)
+    monkeypatch.setattr(offloader, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(offloader, "RING_UNITS", 1)
 
 
 def in_pieces(components: Components) -> Components:

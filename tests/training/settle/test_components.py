@@ -10,7 +10,7 @@ from models.llama import Llama
 from offload.modes.mode import Attached
 from offload.optimizer.adamw import HostAdamW
 from offload.streams import registry
-from offload.streams.counters import Counters
+from offload.streams.transfer import Counters
 from tests.test_any_model import GPT2
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.config.modes import mode_options

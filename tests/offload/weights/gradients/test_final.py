@@ -16,7 +16,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.streams.stream_checker import CheckedStreams
-from offload.weights.gradients import ring
+from offload.weights.gradients import offloader
 from offload.weights.gradients.final import FinalGradients, NotFinalError
 from offload.weights.units.unit import OffloadUnit
 from tests.offload.helpers.models import Shared, Stack, assert_same, stack_inputs, tokens, under, with_copy
@@ -101,8 +101,8 @@ def test_nothing_is_refused_outside_of_steps_and_nothing_learned_before_it_count
 @pytest.fixture(autouse=True)
 def small_ring(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the ring room for one unit, so that it turns in every step."""
-    monkeypatch.setattr(ring, "RING_UNITS", 1)
-    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(offloader, "RING_UNITS", 1)
+    monkeypatch.setattr(offloader, "LEAST_RING_BYTES", 0)
 
 
 class Uneven(Stack):

@@ -10,8 +10,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import Deferral
 from offload.optimizer.overlap import Overlap
 from offload.speculation.updates import SpeculativeOverlap
-from offload.streams.counters import Counters
-from offload.streams.transfer import Transfer
+from offload.streams.transfer import Counters, Transfer
 from offload.weights.gradients.seams import NO_UPDATES, Destination, ImmediateUpdates, Updates
 from tests.offload.helpers.models import Stack, stack_inputs, under
 

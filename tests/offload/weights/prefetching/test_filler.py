@@ -10,7 +10,7 @@ from offload.memory.host_memory import HostArena
 from offload.streams.registry import Streams
 from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.gradients.seams import Updates
-from offload.weights.prefetching.filler import Filler
+from offload.weights.prefetching.slot_contents import Filler
 from offload.weights.units.partition import CutModel, CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 

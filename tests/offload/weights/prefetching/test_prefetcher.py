@@ -14,9 +14,8 @@ from offload.modes.layer_stream import LayerStream
 from offload.optimizer.worker import UpdateWorker
 from offload.streams import registry
 from offload.streams.transfer import Telemetry, Transfer
-from offload.weights.prefetching.filler import Filler
 from offload.weights.prefetching.prefetcher import Prefetcher
-from offload.weights.prefetching.slot_contents import SlotContents
+from offload.weights.prefetching.slot_contents import Filler, SlotContents
 from offload.weights.units.partition import CutPoint, cut
 from tests.offload.helpers.models import Stack, stack_inputs, under
 from tests.offload.helpers.small import swap_small

@@ -9,8 +9,7 @@ from offload.memory.host_memory import HostArena
 from offload.streams import registry
 from offload.streams.stream_checker import StreamOrderError
 from offload.streams.transfer import Telemetry, Transfer
-from offload.weights.prefetching.filler import Filler
-from offload.weights.prefetching.slot_contents import SlotContents
+from offload.weights.prefetching.slot_contents import Filler, SlotContents
 from offload.weights.units.partition import CutModel, CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 from tests.offload.helpers.units import data_in

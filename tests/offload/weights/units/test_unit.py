@@ -7,7 +7,7 @@ from torch import nn
 from offload.memory.host_memory import HostArena
 from offload.torch_private.torch_internals import count_references
 from offload.weights.units.partition import CutPoint, cut
-from offload.weights.units.unfilled import unfilled
+from offload.weights.units.placement import unfilled
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 from offload.weights.units.user_changes import take_changes
 from tests.offload.helpers.units import data_in, tensor_of
