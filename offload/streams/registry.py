@@ -6,7 +6,7 @@ never takes the streams away from another. Streams that nobody refers to any mor
 forgotten. On the CPU, which has no streams, the same calls reach `stream_checker`, which executes in program order and
 checks that every wait that a GPU would need was queued.
 
-`Streams`, `Stream`, `Event` and `Signal` are the protocols that both implement. `Points` are events of several streams.
+`Streams`, `Stream`, `Event` and `Signal` are of either kind. `Points` are events of several streams.
 """
 
 from __future__ import annotations
@@ -15,106 +15,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 import torch
 
-from offload.streams.stream_checker import CheckedStreams, Home
+from offload.streams.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, Home
 from offload.torch_private.torch_internals import current_device_index, current_stream_handle
 
 
-class Event(Protocol):
-    """A point in the work of a stream. When it is recorded again it marks the new point; earlier waits keep the old."""
-
-    def record(self, stream: Stream) -> None: ...
-
-    def query(self) -> bool:
-        """Returns whether the work before the point is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks the calling thread until the work before the point is done."""
-        ...
-
-
-class Signal(Protocol):
-    """Tells other threads of the host that one thread has done something, and everything before it."""
-
-    def set(self) -> None: ...
-
-    def is_set(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Blocks the calling thread until the signal is set."""
-        ...
-
-
-class Stream(Protocol):
-    """A queue of work of one device, which runs in order. Work of different streams runs in any order."""
-
-    def wait_event(self, event: Event) -> None:
-        """Makes later work on this stream start after `event`. The host does not block."""
-        ...
-
-
-class Streams(Protocol):
-    """The streams of one device: the current compute stream and copy streams.
-
-    `h2d` and `d2h` copy in and out, on `gather` devices exchange slices of weights. `device` is the device they belong
-    to; `asynchronous` tells whether work outlives the call that queues it.
-    """
-
-    device: torch.device
-    asynchronous: bool
-    h2d: Stream
-    d2h: Stream
-    gather: Stream
-
-    @property
-    def compute(self) -> Stream:
-        """The stream on which kernels that are launched now run."""
-        ...
-
-    def event(self, timing: bool = False) -> Event: ...
-
-    def signal(self) -> Signal: ...
-
-    def beside(self, name: str) -> AbstractContextManager:
-        """Surrounds the work of a thread beside the main one. Only signals order the two, as the checker checks."""
-        ...
-
-    def on(self, stream: Stream) -> AbstractContextManager: ...
-
-    def thread_context(self) -> Callable[[], AbstractContextManager]:
-        """Returns a maker of contexts for other threads, whose work in them is queued where the caller's would be."""
-        ...
-
-    def reads(self, stream: Stream | None, resource: object, what: str) -> None:
-        """Declares that `stream` (None: the host) reads `resource` in the work that it is given next.
-
-        The stream checker raises StreamOrderError if nothing orders the read after the last write. On a GPU this does
-        nothing. `resource` is any object that stands for the memory, `what` names the access in the message.
-        """
-        ...
-
-    def writes(self, stream: Stream | None, resource: object, what: str) -> None:
-        """Declares a write, like `reads`. It must be ordered after the last write and all reads since."""
-        ...
-
-    def device_work(self, homes: Callable[[], Iterable[Home]]) -> AbstractContextManager:
-        """Surrounds a forward, whose operations run on the device. `homes` are the host memory of weights.
-
-        The stream checker raises HostOperandError for an operation that takes both; on a GPU torch itself refuses it.
-        """
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks the host until every stream of the device is idle."""
-        ...
-
-
 class CudaStreams:
-    """`Streams` of one CUDA device."""
+    """The streams of one CUDA device: the current compute stream, and copy streams.
+
+    `h2d` and `d2h` copy in and out, on `gather` devices exchange slices of weights. Work of one stream runs in order,
+    that of different streams in any order. `asynchronous` tells whether work outlives the call that queues it.
+    """
 
     asynchronous = True
 
@@ -127,6 +40,7 @@ class CudaStreams:
 
     @property
     def compute(self) -> torch.cuda.Stream:
+        """The stream on which kernels that are launched now run."""
         # torch makes a new object each time, which takes microseconds, and a step asks thousands of times.
         handle = current_stream_handle(self.device.index)
         if handle not in self._by_handle:
@@ -134,12 +48,15 @@ class CudaStreams:
         return self._by_handle[handle]
 
     def event(self, timing: bool = False) -> torch.cuda.Event:
+        """Returns a point in the work of a stream. Recorded again it marks a new one; earlier waits keep the old."""
         return torch.cuda.Event(enable_timing=timing)
 
     def signal(self) -> threading.Event:
+        """Returns what tells other threads of the host that one has done something, and everything before it."""
         return threading.Event()
 
     def beside(self, name: str) -> AbstractContextManager:
+        """Surrounds the work of a thread beside the main one. Only signals order the two, as the checker checks."""
         return nullcontext()
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager:
@@ -148,6 +65,7 @@ class CudaStreams:
         return torch.cuda.stream(stream)
 
     def thread_context(self) -> Callable[[], AbstractContextManager]:
+        """Returns a maker of contexts for other threads, whose work in them is queued where the caller's would be."""
         compute, current = self.compute, torch.cuda.current_device()
 
         @contextmanager
@@ -157,16 +75,25 @@ class CudaStreams:
 
         return queueing
 
-    def reads(self, stream: object, resource: object, what: str) -> None:
-        pass
+    def reads(self, stream: Stream | None, resource: object, what: str) -> None:
+        """Declares that `stream` (None: the host) reads `resource` in the work that it is given next.
 
-    def writes(self, stream: object, resource: object, what: str) -> None:
-        pass
+        The stream checker raises StreamOrderError if nothing orders the read after the last write. On a GPU this does
+        nothing. `resource` is any object that stands for the memory, `what` names the access in the message.
+        """
+
+    def writes(self, stream: Stream | None, resource: object, what: str) -> None:
+        """Declares a write, like `reads`. It must be ordered after the last write and all reads since."""
 
     def device_work(self, homes: Callable[[], Iterable[Home]]) -> AbstractContextManager:
+        """Surrounds a forward, whose operations run on the device. `homes` are the host memory of weights.
+
+        The stream checker raises HostOperandError for an operation that takes both; on a GPU torch itself refuses it.
+        """
         return nullcontext()
 
     def synchronize(self) -> None:
+        """Blocks the host until every stream of the device is idle."""
         torch.cuda.synchronize(self.device)
 
 
@@ -184,6 +111,11 @@ class _OnStream:
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self._before)
 
+
+Stream = torch.cuda.Stream | CheckedStream
+Event = torch.cuda.Event | CheckedEvent
+Signal = threading.Event | CheckedSignal
+Streams = CudaStreams | CheckedStreams
 
 _lock = threading.Lock()
 # Weak references: a mode that was dropped without `detach`, after an error in a notebook say, is released by nobody.

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,13 +157,6 @@ def counting_checkpoint(hooks: Hooks | None) -> Hooks | None:
     return around
 
 
-class ChecksKept(Protocol):
-    """Looks at what selective checkpoints keep."""
-
-    def check_kept(self, operation: str, result: Tensor) -> None:
-        """Raises where `result`, of an operation of that name, must not be kept: the forward raises it."""
-
-
 class _Here(threading.local):
     """`depth`: the selective checkpoints that are open in this thread, in their forward or in their recompute."""
 
@@ -171,11 +164,14 @@ class _Here(threading.local):
 
 
 here = _Here()
-_checking: weakref.WeakSet[ChecksKept] = weakref.WeakSet()
+_checking: weakref.WeakSet = weakref.WeakSet()
 
 
-def check_what_is_kept(by: ChecksKept) -> None:
-    """Shows `by`, as long as it lives, each result that a selective checkpoint keeps, at the end of its forward."""
+def check_what_is_kept(by: object) -> None:
+    """Calls `by.check_kept(name of an operation, its result)` for each result that a selective checkpoint keeps.
+
+    That is at the end of the forward, which raises what it raises, and as long as `by` lives.
+    """
     _checking.add(by)
     _watch_modes()
 

@@ -1,6 +1,6 @@
 """Sends each gradient where it belongs: home, to another destination, to its update alone, or to autograd on the host.
 
-A gradient lands when autograd has summed all uses of a stand-in (`GradientSink`).
+A gradient lands when autograd has summed all uses of a stand-in.
 """
 
 from __future__ import annotations
@@ -146,7 +146,10 @@ class GradientLanding:
     def land(
         self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
     ) -> torch.Tensor | None:
-        """Sends a gradient where it is wanted; see `GradientSink`."""
+        """Takes the sum of the gradients of a stand-in, on the device. `node` accumulates them into the host parameter.
+
+        Returns what the node gets: a gradient in host memory, or None.
+        """
         with self._lock:
             if not tensor.host.requires_grad:
                 # Frozen since forward: autograd gives a resident parameter no gradient then.
@@ -177,7 +180,7 @@ class GradientLanding:
 
     @left_out_of_graphs
     def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
-        """Blocks the host until the gradient that landed can be added to.
+        """Blocks the host until the gradient that landed can be added to: a loss has used the parameter there directly.
 
         Raises RuntimeError where it cannot be, and SideBySideError where losses of microbatches side by side use it.
         """

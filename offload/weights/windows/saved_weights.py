@@ -117,7 +117,7 @@ class SavedWeights:
             running.pack = before
 
     def check_kept(self, operation: str, result: torch.Tensor) -> None:
-        """Raises RuntimeError for a view of a slot that a selective checkpoint keeps: see `ChecksKept`.
+        """Raises RuntimeError for a view of a slot that a selective checkpoint keeps.
 
         It would use it in the recompute, when the slot has other weights.
         """

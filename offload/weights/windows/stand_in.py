@@ -9,7 +9,7 @@ much code of its class; a plain parameter has one for all slots.
 
 A stand-in is joined to its host parameter in autograd's graph (`OnDevice`), so that hooks, `autograd.grad` and
 `backward(inputs=)` find the parameter. Its node gets the sum of the gradients of all uses, and gives it to a
-`GradientSink`.
+`GradientLanding`, here called the sink.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,29 +27,13 @@ from offload.torch_private.recomputed_blocks import STANDS_FOR
 from offload.torch_private.tensor_parts import STATE, Places, TakenApart, wraps
 from offload.torch_private.threads import SideBySideError, running_microbatch
 from offload.torch_private.torch_internals import compiles_frames, is_traced, left_out_of_graphs, set_sequence_number
+from offload.weights.gradients.landing import GradientLanding
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Nodes of this number or a higher one are not put in another order by microbatches side by side.
 AT_ONCE = 2**63
 GONE = "backward of a forward whose offload mode is gone: keep the mode until backward has ended"
-
-
-class GradientSink(Protocol):
-    """Takes the gradients of stand-ins."""
-
-    def land(
-        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
-    ) -> torch.Tensor | None:
-        """Takes the sum of the gradients of a stand-in, on the device. `node` accumulates them into the host parameter.
-
-        Returns what the node gets: a gradient in host memory, or None.
-        """
-        ...
-
-    def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
-        """Called before autograd adds a gradient to that of the host parameter, where a loss has used it directly."""
-        ...
 
 
 class OnDevice(torch.autograd.Function):
@@ -110,7 +93,7 @@ def share_of(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return share
 
 
-def joined_to_host(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+def joined_to_host(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientLanding) -> torch.Tensor:
     """Returns a tensor over `view` whose gradient goes to `sink`, and whose node comes before that of the parameter."""
     # It may outlive the step, and must not keep the device's memory alive where a mode is dropped.
     sent_to = weakref.ref(sink), weakref.ref(unit), weakref.ref(tensor)
@@ -125,7 +108,7 @@ def joined_to_host(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, si
 
 
 def _before_host_gradient(
-    sink: Callable[[], GradientSink | None],
+    sink: Callable[[], GradientLanding | None],
     unit: Callable[[], OffloadUnit | None],
     tensor: Callable[[], UnitTensor | None],
     gradients: tuple[torch.Tensor | None, ...],

@@ -13,13 +13,13 @@ from offload.torch_private.recomputed_blocks import STANDS_FOR
 from offload.torch_private.tensor_parts import STATE, parts, replaced_in, state_of, wraps
 from offload.torch_private.threads import SideBySideError, running_microbatch
 from offload.torch_private.torch_internals import NO_CONTEXT, set_sequence_number, storage_address
+from offload.weights.gradients.landing import GradientLanding
 from offload.weights.units.placement import ModuleAttribute, give_memory, over
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 from offload.weights.units.user_changes import is_gone
 from offload.weights.windows.stand_in import (
     AT_ONCE,
     DATA_TAKEN,
-    GradientSink,
     OnDevice,
     StandIn,
     forget_data_taken,
@@ -34,7 +34,7 @@ def install_stand_ins(
     unit: OffloadUnit,
     stand_ins: Iterable[StandIn],
     slot: DeviceSlot,
-    sink: GradientSink,
+    sink: GradientLanding,
     units: Sequence[OffloadUnit],
 ) -> None:
     """Makes modules hold the tensors of `unit` as views of `slot`, by its `stand_ins`.
@@ -160,7 +160,7 @@ def drop_stand_ins(stand_ins: Iterable[StandIn]) -> None:
         stand_in.writes = 0
 
 
-def copy_of_stand_in(unit: OffloadUnit, stand_in: StandIn, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
+def copy_of_stand_in(unit: OffloadUnit, stand_in: StandIn, slot: DeviceSlot, sink: GradientLanding) -> torch.Tensor:
     """Returns a copy of the stand-in, which needs no slot. For autograd it is a use of the stand-in."""
     # A tensor of inference mode would have no version counter, which shows whether code has written to it.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else NO_CONTEXT:
@@ -185,7 +185,7 @@ def _is_elsewhere(own: torch.Tensor, units: Sequence[OffloadUnit], device: torch
 
 
 def _stand_in(
-    unit: OffloadUnit, stand_in: StandIn, slot: DeviceSlot, sink: GradientSink, microbatch: int | None
+    unit: OffloadUnit, stand_in: StandIn, slot: DeviceSlot, sink: GradientLanding, microbatch: int | None
 ) -> torch.Tensor:
     tensor, views = stand_in.tensor, stand_in.slot_views.get(slot.index) or stand_in.views_in(slot)
     if not (tensor.is_buffer or tensor.layout.is_compound):
@@ -229,7 +229,7 @@ def _frozen(host: nn.Parameter, memory: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _joined(
-    unit: OffloadUnit, stand_in: StandIn, view: torch.Tensor, sink: GradientSink, microbatch: int | None
+    unit: OffloadUnit, stand_in: StandIn, view: torch.Tensor, sink: GradientLanding, microbatch: int | None
 ) -> torch.Tensor:
     """Returns the stand-in of a parameter, with `view` as its data: one a step, and the same in the next.
 

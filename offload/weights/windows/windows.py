@@ -46,6 +46,7 @@ from offload.torch_private.torch_internals import (
     node_in_progress,
 )
 from offload.weights.gradients.final import FinalGradients
+from offload.weights.gradients.landing import GradientLanding
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutModel, open_at_once
 from offload.weights.units.unit import OffloadUnit, UnitTensor
@@ -61,7 +62,7 @@ from offload.weights.windows.held_tensors import (
     watch_reads,
 )
 from offload.weights.windows.saved_weights import SavedWeights, name_kept_weights
-from offload.weights.windows.stand_in import GradientSink, StandIn, StandIns
+from offload.weights.windows.stand_in import StandIn, StandIns
 from offload.weights.windows.stand_ins import (
     copy_of_stand_in,
     differs_from_home,
@@ -86,7 +87,7 @@ class Windows:
         saved: SavedWeights,
         streams: Streams,
         *,
-        sink: GradientSink,
+        sink: GradientLanding,
         final: FinalGradients,
     ):
         self._units = cut.units
