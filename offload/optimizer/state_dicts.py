@@ -1,6 +1,6 @@
 """What AdamW has of its caller: parameter groups, and states in a state dict. Both are checked.
 
-States are written in torch's layout and read in any format.
+States are written in torch's layout, and read in those of 16 and 32 bits or in 8 bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.knobs import KnobError, in_range
 from offload.optimizer.claims import WEIGHT, State
-from offload.optimizer.formats import CODES, MASTER_NAMES, MOMENTS, SCALE, StateFormat, dequantise, quantise, scales_for
+from offload.optimizer.formats import CODES, MASTER_NAMES, MOMENTS, SCALE, StateFormat, scales_for
 from offload.optimizer.kernels import HyperParameters
 
 # Keys of torch's AdamW that change the arithmetic, and the one value of each that the update here computes.
@@ -145,7 +145,8 @@ def states_to_load(
 ) -> dict[Tensor, State]:
     """Returns the states in `state_dict`, of this AdamW in any format or torch's, by parameter, in `format`.
 
-    Raises ValueError where a state is missing, its shape is not that of its parameter, or a setting is not supported.
+    Raises ValueError where a state is missing, its shape is not that of its parameter, or a setting is not supported,
+    and as `in_format` does.
     """
     for group in state_dict["param_groups"]:
         check_settings(group, "the optimizer state to load")
@@ -179,39 +180,24 @@ def moment_names_of(state: Container[str]) -> tuple[str, str]:
 
 
 def in_format(state: State, weight: Tensor, format: StateFormat) -> State:
-    """Returns a state of any format in `format`; tensors that fit already are the same, without a copy.
+    """Returns a state of another format in `format`; tensors that fit already are the same, without a copy.
 
     `weight` is the parameter. What makes its master is kept where the format has such a tensor, in this dtype, and else
-    left out: torch's AdamW rounds the master of a parameter to its dtype and does not update it.
+    left out: torch's AdamW rounds the master of a parameter to its dtype and does not update it. Raises ValueError
+    where one has moments in 8 bits and the other has not.
     """
-    found = {"step": state["step"]}
-    for moment, name, wanted in zip(MOMENTS, moment_names_of(state), format.moment_names, strict=True):
-        scale, signed = SCALE.format(moment), moment == MOMENTS[0]
-        if name == wanted != moment:
-            found[name], found[scale] = state[name], state[scale]
-        elif wanted != moment:
-            found[wanted], found[scale] = _codes(state[name], signed)
-        else:
-            values = state[name] if name == moment else _values(state[name], state[scale], signed)
-            found[moment] = values.to(format.moment_dtype)
+    found, moments = {"step": state["step"]}, moment_names_of(state)
+    if moments != format.moment_names:
+        found_in, remedy = ("in 8 bits", "int8") if moments != MOMENTS else ("in floats", "fp32 or bf16")
+        raise ValueError(f"the optimizer state to load has moments {found_in}: give the optimizer state_dtype={remedy}")
+    for moment, name in zip(MOMENTS, moments, strict=True):
+        found[name] = state[name].to(format.moment_dtype)
+        if name != moment:
+            found[SCALE.format(moment)] = state[SCALE.format(moment)]
     dtype = format.master_dtype(weight.dtype)
     if dtype is not None and (name := MASTER_NAMES[dtype]) in state and state[name].dtype == dtype:
         found[name] = state[name]
     return found
-
-
-def _values(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    flat = codes.contiguous().view(-1)
-    values = torch.empty(flat.shape, dtype=torch.float32, device=codes.device)
-    return dequantise(flat, scales, signed, values).view(codes.shape)
-
-
-def _codes(moment: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    flat = moment.contiguous().view(-1).float()
-    codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
-    scales = torch.empty(scales_for(flat.numel()), dtype=torch.float32, device=flat.device)
-    quantise(flat, codes, scales, signed)
-    return codes.view(moment.shape), scales
 
 
 def _check_shape(name: str, tensor: Tensor, index: int, parameter: Tensor) -> None:
