@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from offload.activations.checkpointing import recompute
 from offload.activations.swapper import ActivationSwapper
 from offload.blocks import find_blocks, outside_blocks
-from offload.knobs import KnobError, knob, nbytes
+from offload.knobs import KnobError, knob, nbytes, parse_bytes
 from offload.microbatches.layer_major import LayerMajor, compute_alike
 from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.modes.weight_mode import AttachedWeights, WeightMode
@@ -83,6 +83,7 @@ def shards_needed(sizes: Sequence[int], limit: int) -> int:
 MIN_BOUNDARY_BYTES = 2**20
 # Block inputs on their way, each way, that may be on the device.
 IN_FLIGHT_BYTES = 256 * 2**20
+SHARD_BYTES = "512MiB"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,8 +96,7 @@ class ShardOffload(WeightMode):
             blocks between which they stand in the model. Their forward is not computed again.
         shards: number of shards that the blocks are cut into, of about equal bytes; null is as many as shard_bytes asks
             for.
-        shard_bytes: bytes of a shard, at most, where shards is null (512MiB, 2GiB); a larger block is a shard of its
-            own.
+        shard_bytes: bytes of a shard, at most (512MiB, 2GiB); a larger block is a shard of its own. Not beside shards.
         checkpoint: true keeps only the input of each block and computes the block again in backward; false keeps its
             activations, and its weights stream all the same.
         boundary: the inputs of recomputed blocks wait for backward on the host, or on the device.
@@ -116,7 +116,7 @@ class ShardOffload(WeightMode):
     layers: str | None = knob(None)
     outside: Literal["resident", "stream"] = knob("resident")
     shards: int | None = knob(None, at_least=1)
-    shard_bytes: str | int = nbytes("512MiB")
+    shard_bytes: str | int = nbytes(SHARD_BYTES)
     checkpoint: bool = knob(True)
     boundary: Literal["host", "device"] = knob("host")
     slots: int = knob(2, at_least=1)
@@ -124,6 +124,11 @@ class ShardOffload(WeightMode):
     @property
     def recomputes(self) -> bool:
         return self.checkpoint
+
+    def check(self) -> None:
+        super().check()
+        if self.shards is not None and self.shard_bytes != parse_bytes("shard_bytes", SHARD_BYTES):
+            raise KnobError("shards", self.shards, "is given beside shard_bytes: give one of them")
 
     def cut_points(self, model: nn.Module) -> Iterable[CutPoint]:
         points = {block: CutPoint(name, block) for name, block in find_blocks(model, self.layers, key="layers")}

@@ -225,7 +225,8 @@ def weight_modes(draw: st.DrawFn) -> tuple[str, dict]:
     if name == "layer_stream":
         return name, knobs
     knobs["shards"] = draw(st.none() | st.integers(1, 3))
-    knobs["shard_bytes"] = draw(st.sampled_from([0, 1, 3000, "8KiB", "512MiB"]))
+    if knobs["shards"] is None:
+        knobs["shard_bytes"] = draw(st.sampled_from([0, 1, 3000, "8KiB", "512MiB"]))
     knobs["checkpoint"] = draw(st.booleans())
     knobs["boundary"] = draw(st.sampled_from(["host", "device"]))
     return name, knobs

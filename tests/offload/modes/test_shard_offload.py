@@ -60,7 +60,8 @@ def test_a_sequential_of_linear_layers(precision: torch.dtype, checkpoint: bool,
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("shards", "slots"), [(1, 1), (2, 1), (6, 2), (None, 3)])
 def test_what_is_outside_the_blocks_streams_too(shards: int | None, slots: int, microbatches: int):
-    mode = ShardOffload(outside="stream", shards=shards, shard_bytes=1, slots=slots)
+    cut = {"shards": shards} if shards else {"shard_bytes": 1}
+    mode = ShardOffload(outside="stream", slots=slots, **cut)
     assert mode.footprint(Stack()).resident_bytes == 0
     assert mode.footprint(Stack()).units == (shards or 6)
     same_as_resident(Stack(dropout=0.3), mode, microbatches=microbatches, steps=3)
@@ -272,6 +273,7 @@ def test_wrong_values_name_the_key_and_the_range():
         ({"shards": 0}, r"shards=0: must be at least 1"),
         ({"shard_bytes": "many"}, r"shard_bytes=many: must be bytes"),
         ({"boundary": "disk"}, r"boundary=disk: must be host or device"),
+        ({"shards": 2, "shard_bytes": "2GiB"}, r"^shards=2: is given beside shard_bytes: give one of"),
     ):
         with pytest.raises(ValueError, match=message):
             ShardOffload(**arguments)
