@@ -44,7 +44,10 @@ def decoding(vae: nn.Module, size: tuple[int, int]) -> Callable[[], object]:
 
 @torch.no_grad()
 def _mean_and_std(vae: nn.Module, picture: Tensor) -> tuple[Tensor, Tensor]:
-    found = vae.encode(picture.to(vae.dtype))
+    try:
+        found = vae.encode(picture.to(vae.dtype))
+    except NotImplementedError as error:
+        raise NotTrainableError(f"{type(vae).__name__}: {error}") from error
     if hasattr(found, "latent_dist"):
         return found.latent_dist.mean, found.latent_dist.std
     return found.latent, torch.zeros_like(found.latent)

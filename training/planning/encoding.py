@@ -20,7 +20,7 @@ from torch import nn
 from models.pipelines.calls import NetworkCall
 from models.pipelines.latents import decoding, encoded
 from models.pipelines.opening import encoders_of, open_pipeline
-from models.pipelines.recording import CPU, Asked, Recorder
+from models.pipelines.recording import CPU, Asked, NotTrainableError, Recorder
 from models.pipelines.videos import check_frames
 from models.pipelines.without_values import EncoderForward, answering, parts_without_values
 from models.quiet_imports import without_remarks
@@ -57,9 +57,17 @@ class ToEncode:
 
     @classmethod
     def of(cls, dataset: object, config: DictConfig) -> ToEncode | None:
-        """Returns what `dataset` lacks; None if that is nothing, or it has no captions."""
+        """Returns what `dataset` lacks; None if that is nothing, or it has no captions.
+
+        Raises UserError if the run evaluates, and no picture is held out.
+        """
         if not isinstance(dataset, Captioned):
             return None
+        if config.eval.every is not None and not dataset.holds_out:
+            raise UserError(
+                f"eval.every={config.eval.every}: no picture is held out: give a larger dataset.eval_share (it is"
+                f" {config.dataset.eval_share}), or eval.every=null"
+            )
         wanted = config.sample.prompts or () if config.sample.every is not None else ()
         prompts = tuple(prompt for prompt in wanted if dataset.encoded.prompt_of(prompt) is None)
         missing = dataset.missing()
@@ -141,6 +149,8 @@ def planned_encoding(
         except UserError:
             raise
         except Exception as error:  # a part may fail in any way on tensors without values, and yet run on real ones
+            if components.config.plan and isinstance(error, NotTrainableError):
+                raise UserError(f"model.source={components.model.folder}: {error}") from error
             logger.warning("the encoding of pictures cannot be planned: %s", first_line(error))
             logger.debug("no plan of the encoding", exc_info=error)
     if found is None:

@@ -3,16 +3,16 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import interpolate
+from torch.utils._pytree import tree_leaves
 
-from models.pipelines.calls import PROBE, NetworkCall
+from models.pipelines.calls import PROBE
 from models.pipelines.latents import check_normalisation, encoded
 from models.pipelines.opening import encoders_of
 from models.pipelines.recording import Asked, Recorder
@@ -59,17 +59,16 @@ def _encode(todo: ToEncode, components: Components, pipeline: Any, streams: Stre
                 check_normalisation(recorder, vae, size)
                 # Before the pictures: a later run that finds all pictures does not look for the call.
                 kept.write_call(call)
+        captions, size = [asked.prompts[0] for asked in missing.captions.values()], sample_size(components.config)
         # These remarks are about the longer of the probe and the longest caption; those about the probe are left out.
-        longest = max(missing.captions.values(), key=lambda asked: len(asked.prompts[0]), default=None)
-        if longest is None or len(longest.prompts[0]) <= len(PROBE):
+        if not any(len(caption) > len(PROBE) for caption in captions):
             asked_for = []
-        elif _has_no_end(longest, calls[longest.size], recorder):
-            asked_for.append(f"truncated, and perhaps others: {longest.prompts[0]}")
+        asked_for += [*_cut_silently(captions, size, recorder), *_cut_silently(todo.prompts, size, recorder)]
         with phase(f"encoding {len(missing.captions)} captions"), _cut_off_told(asked_for):
             for key, asked in missing.captions.items():
                 kept.write(key, calls[asked.size].conditions(recorder.record(asked)))
             for prompt in todo.prompts:
-                kept.write_prompt(prompt, encoded_prompt(recorder, prompt, sample_size(components.config)))
+                kept.write_prompt(prompt, encoded_prompt(recorder, prompt, size))
     with _placed([vae], components.config, streams), phase(f"encoding {len(missing.pictures)} pictures"):
         for key, (picture, view) in missing.pictures.items():
             cropped = dataset.cropped(picture, view)
@@ -80,12 +79,16 @@ def _encode(todo: ToEncode, components: Components, pipeline: Any, streams: Stre
             kept.write(key, tensors)
 
 
-def _has_no_end(asked: Asked, call: NetworkCall, recorder: Recorder) -> bool:
-    """Tells whether more text behind a caption changes nothing: many pipelines (Wan, Qwen-Image) cut without a word."""
-    longer = replace(asked, prompts=(f"{asked.prompts[0]} {PROBE}",))
+def _cut_silently(texts: Sequence[str], size: tuple[int, int], recorder: Recorder) -> list[str]:
+    """Returns a remark if more text behind the longest changes nothing: many pipelines (Wan, Qwen-Image) cut so."""
+    longest = max(texts, key=len, default="")
+    if len(longest) <= len(PROBE):
+        return []
     with remarks_collected():
-        own, other = (call.conditions(recorder.record(each)) for each in (asked, longer))
-    return all(torch.equal(value, other[name]) for name, value in own.items())
+        asked = (Asked((text,), size, size) for text in (longest, f"{longest} {PROBE}"))
+        own, other = (tree_leaves(recorder.encoded(each)) for each in asked)
+    pairs = [pair for pair in zip(own, other, strict=True) if isinstance(pair[0], Tensor)]
+    return [f"truncated, and perhaps others: {longest}"] if all(torch.equal(*pair) for pair in pairs) else []
 
 
 def encode_prompts(prompts: Sequence[str], components: Components) -> None:
@@ -96,10 +99,12 @@ def encode_prompts(prompts: Sequence[str], components: Components) -> None:
         return
     pipeline = opened(components)
     with as_user_error(f"model.source={model.folder}: "), acquired(components.device) as streams:
-        recorder = Recorder(pipeline, model.network, components.device)
-        with _cut_off_told(), _placed(encoders_of(pipeline, model.network)[0], components.config, streams):
-            for prompt in missing:
-                kept.write_prompt(prompt, encoded_prompt(recorder, prompt, sample_size(components.config)))
+        recorder, size = Recorder(pipeline, model.network, components.device), sample_size(components.config)
+        with _placed(encoders_of(pipeline, model.network)[0], components.config, streams):
+            remarks = _cut_silently(missing, size, recorder)
+            with _cut_off_told(remarks):
+                for prompt in missing:
+                    kept.write_prompt(prompt, encoded_prompt(recorder, prompt, size))
 
 
 @contextmanager

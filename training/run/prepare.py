@@ -98,6 +98,8 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         components = components.with_config(config)
     components.task.check(config, dataset, components.model)
     check_best(config, components.task)
+    # Before pictures are encoded.
+    samples = Samples.of(config, components.task, components.model)
     with phase("measuring the machine"):
         machine = machine_of(components)
     components.begin_compiling()
@@ -114,7 +116,6 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         print_brief(plan.brief(), f"Plan: {invocation.title} on {components.device}")
         encode_missing(dataset, components, encoding)
     evaluation = Evaluation.of(config, components.task, dataset)
-    samples = Samples.of(config, components.task, components.model)
     if checkpoint is not None:
         checkpoint.check_steps(config.steps)
         checkpoint.check_data(dataset, evaluation.sha256)

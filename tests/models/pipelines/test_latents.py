@@ -41,3 +41,11 @@ def test_a_vae_of_another_size_is_refused():
     pipeline = made("sd3")
     with pytest.raises(NotTrainableError, match=r"makes latents \[4, 16, 32\], and the network takes \[4, 8, 8\]"):
         encoded(pipeline.vae, torch.zeros(3, *SIZE), (4, 8, 8))
+
+
+def test_a_vae_that_encodes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
+    vae = made("sd3").vae
+    # As that of Allegro.
+    monkeypatch.setattr(vae, "encode", lambda _: exec("raise NotImplementedError('not without tiling')"))
+    with pytest.raises(NotTrainableError, match=r"^AutoencoderKL: not without tiling$"):
+        encoded(vae, torch.zeros(3, *SIZE), (4, 16, 32))

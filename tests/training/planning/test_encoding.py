@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from models.pipelines.latents import decoding, encoded
 from models.pipelines.opening import encoders_of, open_pipeline
-from models.pipelines.recording import CPU, Asked, Recorder
+from models.pipelines.recording import CPU, Asked, NotTrainableError, Recorder
 from models.pipelines.without_values import answering, parts_without_values
 from offload.modes.layer_stream import LayerStream
 from tests.models.helpers.tiny_pipelines import PIPELINES, saved
@@ -219,3 +219,12 @@ def test_advice(part: str, slots: str | None, advice: str):
     assert plan.totals == {"vram_budget": 2, "host_budget": 5}
     assert plan.advice("vram_budget").startswith(advice)
     assert plan.advice("host_budget").startswith("encode where there is more")
+
+
+def test_a_plan_refuses_a_pipeline_that_cannot_be_trained(pipeline_of, pictures: Path, tmp_path: Path, monkeypatch):
+    def refused(*_: object) -> None:
+        raise NotTrainableError("its network takes a list")
+
+    monkeypatch.setattr(encoding.ToEncode, "calls", refused)
+    with pytest.raises(UserError, match=r"^model\.source=.*: its network takes a list$"):
+        plan_only(*composed(*given("sd3", pipeline_of("sd3"), pictures, "plan=true"), run_dir=tmp_path))

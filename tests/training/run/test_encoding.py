@@ -17,7 +17,7 @@ from training.data.captioned.videos import frames_of
 from training.data.datasets import build_dataset
 from training.errors import UserError
 from training.run import encoding
-from training.run.encoding import encode_missing
+from training.run.encoding import encode_missing, encode_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -215,3 +215,24 @@ def test_captions_that_are_cut_off_are_said_so_once(
     assert len(warnings) == cut
     assert all(line.startswith("texts are longer than a text encoder takes") for line in warnings)
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.parametrize(("more", "cut"), [(" and more", False), (" and more" * 100, True)])
+def test_prompts_of_samples_that_are_cut_off_are_said_so(
+    more: str, cut: bool, name: str, pipeline_of, pictures: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    prompts = ("sample.every=1", f"sample.prompts=['a ball{more}']")
+    components = components_of(*given(name, pipeline_of(name), pictures, *prompts))
+    encode_missing(build_dataset(components.config, components.model, tmp_path), components)
+    encode_prompts([f"a cube{more}"], components)
+    assert sum(record.name == encoding.__name__ for record in caplog.records) == 2 * cut
+
+
+@pytest.mark.parametrize("asked", ["sample.every=1", "eval.every=1"])
+def test_what_the_run_cannot_do_is_refused_before_anything_is_encoded(
+    asked: str, pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(encoding, "opened", lambda *_: pytest.fail("pictures are encoded"))
+    with pytest.raises(UserError, match=rf"^{asked}: (give sample\.prompts|no picture is held out: give a larger)"):
+        run_here(tmp_path / "run", *given("sdxl", pipeline_of("sdxl"), pictures, asked, "dataset.size=128"))

@@ -35,6 +35,8 @@ from training.data.pipeline_folder import pipeline_folder
 from training.errors import UserError, as_user_error
 
 LATENTS, MASK, IMAGES = "latents", "mask", "images"
+# Buckets end at about 4:1.
+LONG = 5
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Parts of the keys of random numbers: which pictures are held out, what is drawn for a batch, the order within a bucket
 # and the order of an epoch's batches.
@@ -144,6 +146,10 @@ class Captioned:
         """Examples of an epoch, those that fill up batches included."""
         return self._batches.steps_per_epoch * self._batch_size
 
+    @property
+    def holds_out(self) -> bool:
+        return bool(self._held_out)
+
     @staticmethod
     def meta_batch(
         rows: int,
@@ -186,7 +192,9 @@ class Captioned:
         twice = f", {filled} of them once more to fill batches of one size" if filled else ""
         videos = sum(len(picture.size) == 3 for picture in self._all)
         moving = f", {videos} of them videos" if videos else ""
-        return {"pictures": f"{len(self._all)} in {len(sizes)} sizes{moving}; an epoch shows {shown}{twice}"}
+        long = [each.path for each in self._all if max(each.original_size) > LONG * min(each.original_size)]
+        cut = f"; {len(long)} longer than {LONG}:1 lose more than a fifth by the cut: {long[0]}" if long else ""
+        return {"pictures": f"{len(self._all)} in {len(sizes)} sizes{moving}; an epoch shows {shown}{twice}{cut}"}
 
     def missing(self) -> Missing:
         """Returns what is not encoded yet."""

@@ -58,6 +58,16 @@ def test_a_batch_is_a_function_of_its_number_and_has_pictures_of_one_size(pipeli
     }
 
 
+def test_a_picture_of_which_much_is_cut_off_is_told(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = draw_pictures(tmp_path / "a", count=1)
+    for name, width in (("long", 320), ("longer", 640)):
+        Image.new("RGB", (width, 64)).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text("a banner")
+    told = dataset_of(pipeline, folder, "batch_size=1").facts()["pictures"]
+    assert told.endswith(f"; 1 longer than 5:1 lose more than a fifth by the cut: {folder / 'longer.png'}")
+
+
 def test_latents_are_drawn_anew_from_one_distribution(pipeline: Path, tmp_path: Path):
     dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a", count=1), "batch_size=1")
     first, second = dataset.batch(0)["images"], dataset.batch(1)["images"]
