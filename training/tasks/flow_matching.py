@@ -82,7 +82,7 @@ class FlowMatching(Diffusion):
             if (tokens := tokens_of(shape)) is None:
                 raise UserError(
                     f"task.shift=null: {file} shifts times by the number of tokens, which are not known of this model:"
-                    " give task.shift=NUMBER"
+                    " give task.shift=NUMBER; diffusers' training scripts take 1, no shift"
                 )
             return scheduler.time_shift(mu_of(tokens), 1.0, times)
 
