@@ -274,6 +274,8 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
             # A file's names of classes come before the number of them.
             merged.pop("id2label", None)
             merged.pop("label2id", None)
+        elif key == "id2label":
+            merged["label2id"] = {name: int(number) for number, name in merged[key].items()}
     return merged
 
 

@@ -132,6 +132,8 @@ class TestOverrides:
         AutoConfig.for_model("vit", num_labels=7).save_pretrained(tmp_path)
         source = find_source(str(tmp_path), "classification")
         assert (source.config().num_labels, source.config({"num_labels": 3}).num_labels) == (7, 3)
+        named = source.config({"id2label": {0: "ant"}})
+        assert (named.id2label[0], named.label2id["ant"], len(named.label2id)) == ("ant", 0, 7)
 
     @pytest.mark.parametrize(
         ("overrides", "message"),

@@ -43,6 +43,7 @@ class ImageColumn(HubStream):
         columns = {"image_column": image_column, "label_column": label_column}
         super().__init__(name, {key: column for key, column in columns.items() if column is not None}, **stream)
         self.num_classes = None if label_column is None else self._classes(num_classes)
+        self.class_names = getattr((self._stored.features or {}).get(label_column), "names", None) or []
 
     @staticmethod
     def meta_batch(

@@ -63,7 +63,7 @@ class ImageFolder(NumberedExamples):
             raise UserError(
                 f"dataset.folder={folder}: the class folder {empty[0]} has no pictures: remove it, or fill it"
             )
-        self.num_classes = len(classes) if labels else None
+        self.num_classes, self.class_names = (len(classes), classes) if labels else (None, [])
         self._class_of = {name: number for number, name in enumerate(classes)}
         # The last of them are held out. In the order of names these would be those of one class.
         self._order = epoch_order(len(self._files), HELD_OUT, 0)

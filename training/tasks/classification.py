@@ -1,5 +1,6 @@
 """classification: predicts the class of an image."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from offload.knobs import in_range
 from training.batches import Batch
 from training.errors import UserError
 from training.tasks.task import Task, refuse_language_model
+
+logger = logging.getLogger(__name__)
 
 # What else some models were trained on, by its keys there: with other values it is refused.
 NOT_DONE = {"do_rescale": True, "do_flip_channel_order": False, "rescale_offset": False, "include_top": False}
@@ -75,7 +78,10 @@ class Classification(Task):
             )
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
-        """Raises UserError if the dataset has no labelled images, or more classes than the model."""
+        """Raises UserError if the dataset has no labelled images, or more classes than the model.
+
+        Warns where loaded weights have other names for the classes than the dataset.
+        """
         num_classes = getattr(dataset, "num_classes", None)
         if num_classes is None:
             raise UserError("task=classification: the dataset has no labels: take dataset=glyphs, images or hub_images")
@@ -85,6 +91,16 @@ class Classification(Task):
                 f"task=classification: the dataset has {num_classes} classes, and the model {known}: set the model's"
                 f" number of classes, in models of transformers 'model.overrides={{num_labels: {num_classes}}}'"
             )
+
+        names = getattr(dataset, "class_names", ()) if hasattr(model, "hf") and config.model.weights is not None else ()
+        for number, name in enumerate(names):
+            if (came := model.hf.config.id2label.get(number)) not in (name, f"LABEL_{number}"):
+                logger.warning(
+                    "the model came with the class %d as %r, which is %r in the dataset, and is exported so: give the"
+                    " dataset's in 'model.overrides={id2label: {%d: %s}}', all that differ",
+                    *(number, came, name, number, name),
+                )
+                break
 
     def _classes_of(self, model: nn.Module, config: DictConfig) -> int | None:
         """Returns the model's number of classes, from a forward on the meta device; None if it cannot run there."""

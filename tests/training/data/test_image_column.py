@@ -58,7 +58,7 @@ def alike(a: dict, b: dict) -> bool:
 
 def test_an_epoch_has_each_picture_with_its_label(repository: str) -> None:
     dataset = ImageColumn(repository, **SIZES, shuffle_buffer=8)
-    assert dataset.num_classes == 10
+    assert (dataset.num_classes, dataset.class_names) == (10, [str(number) for number in range(10)])
     epochs = []
     for epoch in range(2):
         batches = [dataset.batch(epoch * 5 + index) for index in range(5)]

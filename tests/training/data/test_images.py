@@ -35,6 +35,7 @@ def red(batch: dict[str, torch.Tensor]) -> list[int]:
 def test_folders_are_classes_in_the_order_of_names(animals: Path) -> None:
     dataset = ImageFolder(animals, size=4, **SIZES)
     assert (dataset.num_classes, dataset.num_blocks) == (3, 12)
+    assert dataset.class_names == sorted(entry.name for entry in animals.iterdir() if entry.is_dir())
     seen = []
     for index in range(3):
         batch = dataset.batch(index)
