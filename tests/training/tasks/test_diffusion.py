@@ -292,7 +292,7 @@ def test_a_shift_that_is_given_counts(tmp_path: Path) -> None:
     pipeline(tmp_path, "FluxPipeline")
     task = FlowMatching()
     task.fit(config_of(tmp_path, tmp_path), small("unet"))
-    refused = r"^task.shift=null: .*tokens, which are not known of this model: give task.shift=NUMBER; .* take 1, no shift"
+    refused = r"^task.shift=null: .*tokens, which are not known of this model: give task.shift=NUMBER; .* take 1"
     with pytest.raises(UserError, match=refused):
         task.prepared({"images": images}, 0)
 
