@@ -187,7 +187,10 @@ class SavedWeights:
         if isinstance(saved, _SavedWeight):
             return self.unpack(saved)
         if isinstance(saved, _SavedStandIn):
-            return self._bring_back_stand_in(saved)
+            unit, stand_in, *state = saved
+            slot = self._slot_for(unit, stand_in, tuple(state))
+            # With create_graph as in `unpack`.
+            return copy_of_frozen(stand_in, slot) if torch.is_grad_enabled() else frozen_stand_in(stand_in, slot)
         if isinstance(saved, Wrapping):
             return saved.around(self._unpacked)
         if isinstance(saved, _Counted):
@@ -196,12 +199,6 @@ class SavedWeights:
         # Unpacking may recompute a block, and a weight unpacked just before belongs to the same operation.
         with self._prefetcher.retain_recent():
             return saved.unpack(saved.packed)
-
-    def _bring_back_stand_in(self, saved: _SavedStandIn) -> torch.Tensor:
-        unit, stand_in, version, place = saved
-        slot = self._slot_for(unit, stand_in, (version, place))
-        # With create_graph as in `unpack`.
-        return copy_of_frozen(stand_in, slot) if torch.is_grad_enabled() else frozen_stand_in(stand_in, slot)
 
     def _slot_for(self, unit: OffloadUnit, stand_in: StandIn, state: tuple[int, object]) -> DeviceSlot:
         """Returns the slot of a weight that backward asks for. Raises RuntimeError if it is not as it was saved."""

@@ -102,7 +102,8 @@ class Windows:
         # Units that had windows since it began.
         self._opened: dict[OffloadUnit, None] = {}
         self.threads, self._one_thread = ThreadForwards(), OneThread()
-        self._room = _Room(cut, len(slots.all))
+        self._around, self._slots = set(cut.around), len(slots.all)
+        self._inside = functools.cache(functools.partial(_units_inside, cut))
         self._on_modules = _OnModules(cut, slots, self)
 
     def begin(self, in_step: bool) -> None:
@@ -276,7 +277,7 @@ class Windows:
         if unit not in running.units:
             check_no_transform(even_vmap=True)
             innermost = running.scopes[-1]
-            if not self._room.has_room(unit, innermost.module):
+            if not self._has_room(unit, innermost.module):
                 if tensor not in innermost.copies:
                     innermost.copies[tensor] = self._copy(unit, tensor)
                 return innermost.copies[tensor]
@@ -284,6 +285,15 @@ class Windows:
         if self.final.has_landed:
             self.final.use(unit, tensor)
         return None
+
+    def _has_room(self, unit: OffloadUnit, module: nn.Module) -> bool:
+        """Tells whether a window on `unit`, in a forward of `module`, leaves slots for those inside the module."""
+        if running_microbatch() is not None and module in self._around:
+            # Others run before this forward ends, and a window has the stand-ins of one.
+            return False
+        inside, at_once = self._inside(module)
+        in_use = {unit}.union(other for other in self._units if other.open_windows)
+        return len(in_use) + (0 if inside <= in_use else at_once) <= self._slots
 
     def _copy(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
         check_no_transform(even_vmap=True)
@@ -373,23 +383,6 @@ class _OnModules:
         self.held.clear()
         end_watch(self._watched)
         self._end_watch_of_contexts()
-
-
-class _Room:
-    """Tells whether the `slots` suffice for one window more."""
-
-    def __init__(self, cut: CutModel, slots: int):
-        self._units, self._around, self._slots = cut.units, set(cut.around), slots
-        self._inside = functools.cache(functools.partial(_units_inside, cut))
-
-    def has_room(self, unit: OffloadUnit, module: nn.Module) -> bool:
-        """Tells whether a window on `unit`, in a forward of `module`, leaves slots for those inside the module."""
-        if running_microbatch() is not None and module in self._around:
-            # Others run before this forward ends, and a window has the stand-ins of one.
-            return False
-        inside, at_once = self._inside(module)
-        in_use = {unit}.union(other for other in self._units if other.open_windows)
-        return len(in_use) + (0 if inside <= in_use else at_once) <= self._slots
 
 
 def _units_inside(cut: CutModel, module: nn.Module) -> tuple[frozenset[OffloadUnit], int]:
