@@ -38,7 +38,9 @@ def open_pipeline(
 
         # Asked of its own class, diffusers does not load a network that it is given.
         index = read_object(folder / INDEX, "download the pipeline again")
-        kind, given = getattr(diffusers, index["_class_name"]), {prefix_of(network): network, **parts}
+        # It would stay on the host, and make samples black.
+        unused = {name: None for name in index if name == "safety_checker"}
+        kind, given = getattr(diffusers, index["_class_name"]), {prefix_of(network): network, **unused, **parts}
         hide_bars()
         if without_text_encoders:
             given |= {part: None for part in index if part.startswith("text_encoder")}

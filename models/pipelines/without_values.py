@@ -36,7 +36,7 @@ def parts_without_values(
     dtype: torch.dtype,
     prefixes: tuple[str, ...] = PARTS,
     vae_dtype: torch.dtype | None = None,
-) -> dict[str, nn.Module | None]:
+) -> dict[str, nn.Module]:
     """Returns the text encoders and the VAE of a pipeline by name, on the meta device, as `open_pipeline` loads them.
 
     Of these only the ones whose names begin with one of `prefixes`.
@@ -58,8 +58,7 @@ def parts_without_values(
                 options = {"dtype": dtype, "device_map": "meta", "local_files_only": True}
                 parts[name] = made.from_pretrained(folder / name, **options)
             parts[name].requires_grad_(False).eval()
-    # A large network that no training asks.
-    return parts | {name: None for name in index if name == "safety_checker"}
+    return parts
 
 
 @dataclass(frozen=True)

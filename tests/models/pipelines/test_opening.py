@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -24,6 +26,16 @@ def test_the_network_is_the_one_that_was_given(name: str, tmp_path_factory: pyte
     assert vae.dtype == texts[0].dtype == torch.bfloat16
     expected = made(name).vae.state_dict()
     assert all(torch.equal(tensor, expected[key].bfloat16()) for key, tensor in vae.state_dict().items())
+
+
+def test_a_safety_checker_is_not_read(tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]):
+    folder = saved("stable_diffusion", tmp_path_factory)
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"], "requires_safety_checker": True}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    capfd.readouterr()
+    assert open_pipeline(folder, made("stable_diffusion").unet, torch.float32).safety_checker is None
+    assert not capfd.readouterr().err
 
 
 def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory):
