@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Times settle after fewer steps; other programs have warmup_steps for the learning rate.
 MANY_UNTIMED = 10
+# As transformers' Trainer has them: those of experts, or of heads, have two dimensions.
+NORMS_AND_BIASES = re.compile(r"(bias|norm\.weight)$")
 
 
 class AdamW(HostAdamW):
@@ -43,6 +47,14 @@ class AdamW(HostAdamW):
     ):
         which, threads = decay_norms_and_biases, torch.get_num_threads()
         super().__init__(params, lr, betas, eps, weight_decay, decay_norms_and_biases=which, threads=threads)
+
+
+def by_decay(model: nn.Module, params: list[nn.Parameter]) -> list[Any]:
+    """Returns `params` of `model`; norms and biases of several dimensions in a group of their own, without decay."""
+    found = dict.fromkeys(p for name, p in model.named_parameters() if p.ndim > 1 and NORMS_AND_BIASES.search(name))
+    constant = [p for p in params if p in found]
+    rest = [p for p in params if p not in found]
+    return [{"params": rest}, {"params": constant, "weight_decay": 0.0}] if constant else params
 
 
 def warn_of_rates(config: DictConfig) -> None:

@@ -16,7 +16,7 @@ from training.config.construct import keys_under
 from training.metrics.progress import phase, print_brief
 from training.metrics.run_names import chosen_options, model_name, run_label, run_name, run_tags
 from training.metrics.wandb_tracker import Tracker, plain
-from training.optim import build_schedule, warn_of_rates
+from training.optim import build_schedule, by_decay, warn_of_rates
 from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import memory_explained
 from training.planning.memory import planned_speculation
@@ -138,7 +138,10 @@ def build_optimizer(
     given = config.optimizer
     shares = cores is not None and "threads" in given and given.threads is None
     chosen = {"threads": max(cores - 1, 1)} if shares else {}
-    optimizer = instantiate(given, params=trained_parameters(components.model), **chosen)
+    params = trained_parameters(components.model)
+    if not given.get("decay_norms_and_biases", True):
+        params = by_decay(components.model, params)
+    optimizer = instantiate(given, params=params, **chosen)
     if shares:
         optimizer.cores = cores
     if components.mode.owns_update:

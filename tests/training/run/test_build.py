@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from models.llama import Llama
 from offload.knobs import GIB
@@ -140,6 +141,21 @@ def test_model_and_mode_are_made_once(tmp_path: Path, monkeypatch: pytest.Monkey
     run_here(tmp_path, *JOB, "batch_size=6", f"microbatches={count}")
     # The second mode has no model: its knobs are checked before anything is built.
     assert sorted(made) == ["LayerStream", "LayerStream", "Llama"]
+
+
+@pytest.mark.parametrize("decays", ["false", "true"])
+def test_norms_and_biases_of_several_dimensions_do_not_decay_unless_asked(decays: str):
+    components = components_of(*JOB, f"optimizer.decay_norms_and_biases={decays}")
+    block = components.model.model.layers[0].self_attn
+    with torch.device("meta"):
+        block.bias, block.q_norm = nn.Parameter(torch.zeros(2, 3)), nn.LayerNorm((2, 3))
+    with acquired(components.device) as streams, attached(components, streams) as found:
+        optimizer = build_optimizer(components, found)
+        groups = [(group["weight_decay"], set(group["params"])) for group in optimizer.param_groups]
+        for parameter in (block.bias, block.q_norm.weight, block.q_norm.bias):
+            decay = next(decay for decay, members in groups if parameter in members)
+            assert (decay > 0) == (decays == "true")
+        assert sum(len(members) for _, members in groups) == len(list(components.model.parameters()))
 
 
 @pytest.mark.parametrize("clip_norm", ["1.0", "null"])
