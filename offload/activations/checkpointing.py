@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.torch_private.module_contexts import ReplacedForward, check_no_scripted
+from offload.torch_private.module_contexts import ReplacedForward, check_all_is_seen
 from offload.torch_private.recomputed_blocks import BlockAttributes, BlockBuffers
 from offload.torch_private.saved_tensor_hooks import active_hooks, counting_checkpoint, leave_weights_uncounted
 from offload.torch_private.torch_internals import tree_flatten, tree_unflatten
@@ -35,12 +35,12 @@ def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:
 
     In a checkpoint of torch around it a block is left to that one. Copies of a block (deepcopy, `torch.save`) do not
     recompute. The function that is returned restores the `forward` of every block. Raises ValueError in one line, and
-    changes nothing, for a block with scripted modules, which do not end a recompute early.
+    changes nothing, for a block with scripted modules or observers of torch.ao.
     """
     # A block that is listed twice (layers that share weights) is wrapped once.
     blocks = dict.fromkeys(blocks)
     for block in blocks:
-        check_no_scripted(block)
+        check_all_is_seen(block)
     recomputed = [_Recomputed(block) for block in blocks]
 
     def undo() -> None:

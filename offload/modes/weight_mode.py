@@ -26,7 +26,7 @@ from offload.speculation.trials import Speculation
 from offload.speculation.updates import overlapping
 from offload.streams.registry import Streams
 from offload.streams.transfer import Counters
-from offload.torch_private.module_contexts import check_no_scripted, check_recompute_is_outside
+from offload.torch_private.module_contexts import check_all_is_seen, check_recompute_is_outside
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.final import why_kept
 from offload.weights.gradients.seams import Updates
@@ -117,9 +117,9 @@ class WeightMode(Mode, ABC):
     def cut_model(self, model: nn.Module, options: AttachOptions) -> CutModel:
         """Returns the units of `model`, and what stays on the device.
 
-        Raises KnobError for a knob that does not fit, and ValueError for scripted modules and for what `cut` refuses.
+        Raises KnobError for a knob that does not fit, and ValueError as `check_all_is_seen` and `cut` do.
         """
-        check_no_scripted(model)
+        check_all_is_seen(model)
         chosen = self.chosen(model)
         if self.include and not chosen:
             names = ", ".join(point.name for point in islice(self.cut_points(model), 3))

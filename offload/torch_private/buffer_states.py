@@ -16,8 +16,6 @@ from offload.torch_private.tensor_parts import true_bytes, version_of, wraps
 Place = tuple[nn.Module, str]
 # Buffers of at most this many bytes are copied whether they change or not.
 SMALL_BYTES = 2**16
-# They calibrate in eval().
-OBSERVERS = "torch.ao.quantization"
 
 
 class _Nothing(Enum):
@@ -66,21 +64,13 @@ def copied(states: Mapping[Place, State]) -> dict[Place, State]:
     return {place: copies[id(state)] for place, state in states.items()}
 
 
-def changes_unseen(tensor: Tensor, may_write: bool) -> bool:
-    """Tells whether a buffer may be written in ways that raise no version counter, where its module `may_write` so.
+def changes_unseen(tensor: Tensor, training: bool) -> bool:
+    """Tells whether a buffer, of a module that is `training`, may be written in ways that raise no version counter.
 
-    Quantised weights and masks, a byte an element or less, are not written so.
+    Kernels of running statistics write so, and code that goes through `.data` or NumPy, as for codebooks. Quantised
+    weights and masks, a byte an element or less, are not written so.
     """
-    return tensor.is_inference() or (may_write and tensor.dtype.itemsize > 1 and not wraps(tensor))
-
-
-def may_write_unseen(module: nn.Module) -> bool:
-    """Tells whether a forward of a module may write buffers in ways that raise no version counter.
-
-    In training, kernels of running statistics write so, and code that goes through `.data` or NumPy, as for codebooks;
-    in eval() the observers of torch.ao.quantization.
-    """
-    return module.training or type(module).__module__.startswith(OBSERVERS)
+    return tensor.is_inference() or (training and tensor.dtype.itemsize > 1 and not wraps(tensor))
 
 
 def may_change(place: Place) -> bool:
@@ -91,7 +81,7 @@ def may_change(place: Place) -> bool:
     (module, name), state = place, get(place)
     if not isinstance(state, Tensor) or true_bytes(state) <= SMALL_BYTES:
         return True
-    return changes_unseen(state, may_write_unseen(module)) or name in _changing.get(module, ())
+    return changes_unseen(state, module.training) or name in _changing.get(module, ())
 
 
 def note_change(place: Place) -> None:

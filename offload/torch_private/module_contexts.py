@@ -111,13 +111,25 @@ def check_recompute_is_outside(model: nn.Module) -> None:
             )
 
 
-def check_no_scripted(model: nn.Module) -> None:
-    """Raises ValueError in one line for a module of `model` that `torch.jit` has scripted or traced."""
+# Their kernels write buffers without a version counter, also in eval().
+OBSERVERS = "torch.ao.quantization"
+
+
+def check_all_is_seen(model: nn.Module) -> None:
+    """Raises ValueError in one line for a module of `model` of which a mode does not see all that it does.
+
+    Such are those that `torch.jit` has scripted or traced, and the observers of torch.ao.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name or module.original_name} is a scripted module, of which a mode sees neither calls nor reads:"
                 " leave torch.jit out, or take torch.compile in its place"
+            )
+        if type(module).__module__.startswith(OBSERVERS):
+            raise ValueError(
+                f"{name or type(module).__name__} is an observer of {OBSERVERS}, which writes buffers unseen by a mode:"
+                " take the quantisation-aware training of torchao in its place"
             )
 
 

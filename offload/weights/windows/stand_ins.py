@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from offload.memory.device_slots import DeviceSlot
-from offload.torch_private.buffer_states import changes_unseen, may_change, may_write_unseen, version
+from offload.torch_private.buffer_states import changes_unseen, may_change, version
 from offload.torch_private.recomputed_blocks import STANDS_FOR
 from offload.torch_private.tensor_parts import STATE, parts, replaced_in, state_of, wraps
 from offload.torch_private.threads import SideBySideError, running_microbatch
@@ -296,7 +296,7 @@ def _has_changed(stand_in: StandIn, slot: DeviceSlot) -> bool:
         held = device if stand_in.own_copy is None else stand_in.own_copy
         writes = version(stand_in.own_copy)
         stand_in.writes += writes
-        unseen = any(changes_unseen(held, may_write_unseen(attribute.module)) for attribute in tensor.attributes)
+        unseen = any(changes_unseen(held, attribute.module.training) for attribute in tensor.attributes)
         return stand_in.count_writes() or writes > 0 or unseen
     if tensor.layout.is_compound:
         there = slot.bytes.untyped_storage().data_ptr()

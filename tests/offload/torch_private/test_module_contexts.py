@@ -10,8 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 from torch.utils.checkpoint import checkpoint
 
+from offload.activations.checkpointing import recompute
+from offload.modes.bounce_linear import BounceLinear
 from offload.torch_private.module_contexts import ModuleContexts, OwnHook, WrappedForward, before_each_call
 
 INPUTS = torch.ones(2, 4)
@@ -284,3 +287,14 @@ def test_a_function_may_remove_itself_while_it_is_called():
     remove = before_each_call(model.modules(), once)
     model(INPUTS)
     assert calls == [1]
+
+
+def test_observers_of_torch_ao_are_refused_where_weights_stream_or_blocks_are_computed_again():
+    """Their kernels write buffers in eval(), too, and raise no version counter."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)))
+    model.qconfig = get_default_qat_qconfig("fbgemm")
+    prepare_qat(model.train(), inplace=True)
+    for refused in (lambda: BounceLinear().footprint(model), lambda: recompute(model)):
+        with pytest.raises(ValueError, match=r"^[\w.]+ is an observer of torch\.ao\.quantization, .*: take .* torchao"):
+            refused()
+    assert "forward" not in vars(model[0])
