@@ -87,9 +87,10 @@ class WeightMode(Mode, ABC):
     def footprint(self, model: nn.Module, recompute: bool = False, options: AttachOptions = NO_OPTIONS) -> Footprint:
         streamed, sharers = self.cut_model(model, options), options.sharers.count
         ring = ring_bytes(streamed.units, options.spans) if self.source == "mapped" else 0
-        found = Footprint.of(streamed, self.slots_for(streamed), recompute, ring, options.release_gradients)
+        rings = sharers if options.release_gradients else 0
+        found = Footprint.of(streamed, self.slots_for(streamed), recompute, ring, rings)
         if any(unit.trained for unit in streamed.units):
-            stay = why_kept(streamed.units)
+            stay = why_kept(streamed.units, sharers)
         else:
             stay = "nothing that streams trains, so no gradients go to the host"
         found = replace(found, why_gradients_stay=stay)
@@ -164,13 +165,11 @@ class AttachedWeights(Attached):
         if sharers.count > 1:
             form, trained = options.state_format, [t for unit in streamed.units for t in unit.trained]
             nbytes = sum(shared_state_bytes(form, t.dtype, t.shape) for t in trained) if form else 0
-            make_filler = partial(GatherFiller, sharers=sharers, state_bytes=nbytes)
+            make_filler = partial(GatherFiller, sharers=sharers, state_bytes=nbytes, releases=self._releases)
         elif mode.source == "mapped":
             make_filler = partial(FileFiller, spans=options.spans)
-        if options.release_gradients:
-            late = "processes that share the weights sum some gradients after backward, from their homes"
-            if reason := late if sharers.count > 1 else why_kept(streamed.units):
-                raise KnobError("gradients", "release", f"{reason}: take keep")
+        if options.release_gradients and (reason := why_kept(streamed.units, sharers.count)):
+            raise KnobError("gradients", "release", f"{reason}: take keep")
         slots = mode.slots_for(streamed)
         self._streamer = WeightStreamer(
             streamed,

@@ -96,6 +96,9 @@ class Operands:
         piece = slice(elements.start, elements.stop)
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         cuts = dict.fromkeys(EACH, piece) | dict.fromkeys(SCALES, blocks)
+        if self.gradient.numel() == len(elements):
+            # It may have these alone, of a parameter of which others update the rest.
+            del cuts["gradient"]
         parts = {name: tensor[cut] for name, cut in cuts.items() if (tensor := getattr(self, name)) is not None}
         return replace(self, **parts, start=self.start + piece.start)
 

@@ -50,14 +50,16 @@ class GatherFiller(Filler):
         *,
         sharers: Sharers,
         state_bytes: int = 0,
+        releases: bool = False,
     ):
         """Every sharer makes one of the same model, and waits for the others.
 
-        It makes memory for `state_bytes` of the optimizer's states beside all that follows; see `take_states`.
-
+        `releases`: the sums of gradients go to updates inside backward, and have no homes. Memory for `state_bytes` of
+        the optimizer's states is made beside all that follows; see `take_states`.
         Raises ValueError for a parameter that cannot be shared, and MemoryError where the host has no room.
         """
-        self._sharers, self._state_bytes = sharers, state_bytes
+        self._sharers, self._state_bytes, self._releases = sharers, state_bytes, releases
+        self.updaters = sharers.count
         super().__init__(cut, transfer, arena, gradient_bytes)
         self._links = links_of(sharers, transfer.streams)
         self._agreement = Agreement(sharers, cut.units)
@@ -77,9 +79,11 @@ class GatherFiller(Filler):
             # A dry run, without memory and alone.
             return HostArena(self._streams.device), slot_bytes
         if self._sharers.rank == 0:
-            self._arena.require(cut.unit_bytes + cut.gradient_bytes + self._state_bytes)
-        sizes = (in_pages(unit.nbytes) + in_pages(unit.gradient_bytes) for unit in cut.units)
-        return self._arena.over(share_memory(self._sharers, sum(sizes))), slot_bytes
+            self._arena.require(cut.unit_bytes + gradient_bytes + self._state_bytes)
+        nbytes = sum(in_pages(unit.nbytes) for unit in cut.units)
+        if not self._releases:
+            nbytes += sum(in_pages(unit.gradient_bytes) for unit in cut.units)
+        return self._arena.over(share_memory(self._sharers, nbytes)), slot_bytes
 
     def take_states(self) -> PagesAhead | None:
         """Returns the memory for the states of the optimizer, once."""
@@ -91,7 +95,7 @@ class GatherFiller(Filler):
 
     def bring_home(self, unit: OffloadUnit) -> None:
         super().bring_home(unit)
-        self._sum_homes[unit] = SumHome(unit, self.homes, self._sharers)
+        self._sum_homes[unit] = SumHome(unit, None if self._releases else self.homes, self._sharers)
 
     def join(self, gradients: GradientLanding, on_device: Sequence[nn.Parameter]) -> None:
         sharers, links = self._sharers, self._links

@@ -26,18 +26,22 @@ SUMS_IN_RING = 2
 
 
 class SumHome:
-    """Memory that `sharers` share for the sums of a unit's gradients: one block, in which each tensor has its place."""
+    """Memory that `sharers` share for the sums of a unit's gradients: one block, in which each tensor has its place.
 
-    def __init__(self, unit: OffloadUnit, arena: HostArena, sharers: Sharers):
+    Without an arena they have no memory: each sharer sends its slices to their updates alone.
+    """
+
+    def __init__(self, unit: OffloadUnit, arena: HostArena | None, sharers: Sharers):
         self._unit, self._sharers = unit, sharers
         self._layout: SumLayout | None = None
-        self.block = arena.allocate(unit.gradient_bytes, f"gradients of {unit}")
+        self.block = None if arena is None else arena.allocate(unit.gradient_bytes, f"gradients of {unit}")
         self.offsets: dict[UnitTensor, int] = {}
         self.gradients: dict[UnitTensor, torch.Tensor] = {}
         end = 0
         for tensor in unit.trained:
             self.offsets[tensor] = end
-            self.gradients[tensor] = tensor.gradient.over(self.block.piece(end, tensor.nbytes))
+            if self.block is not None:
+                self.gradients[tensor] = tensor.gradient.over(self.block.piece(end, tensor.nbytes))
             end += aligned(tensor.nbytes, unit.alignment)
 
     def layout(self) -> SumLayout:
@@ -74,7 +78,8 @@ class SumLayout:
                     self.places[tensor] = number, end
                     end += -(-tensor.host.numel() // step) * step
             self.sizes.append((dtype, -(-end // (step * count)) * step * count))
-        self.parts = [list(self._parts(home, number)) for number in range(len(self.sizes))]
+        has_home = home.block is not None
+        self.parts = [list(self._parts(home, number)) if has_home else [] for number in range(len(self.sizes))]
         self.in_slices = [self._divides(unit, number, count) for number in range(len(self.sizes))]
         """for each buffer whether what process k sends home is in the k-th of its `count` slices, for all k"""
 

@@ -17,7 +17,7 @@ from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import OWN_HOMES, Sharers
 from offload.sharing.sum_memory import SumHome, SumLayout, SumRing
 from offload.streams.deferred_free import DeferredFrees, PendingFree
-from offload.streams.registry import Points, Streams
+from offload.streams.registry import Event, Points, Streams
 from offload.streams.transfer import Transfer, profiled
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.offloader import l2_norm
@@ -93,13 +93,14 @@ class GradientSum(Destination):
         self.on_device.last_microbatch()
 
     def take(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> bool:
-        home = self._homes[unit].gradients.get(tensor)
-        if home is None:
+        homes = self._homes[unit]
+        if tensor not in homes.offsets:
             raise RuntimeError(
                 f"{tensor.name} trains, and was frozen when processes began to share its unit: unfreeze it before the"
                 f" mode is attached; {OWN_HOMES}"
             )
-        if tensor.host.grad is home and tensor not in self._summed:
+        grad = tensor.host.grad
+        if grad is not None and grad is homes.gradients.get(tensor) and tensor not in self._summed:
             raise RuntimeError(
                 f"the gradient of {tensor.name} is a sum over several processes, which nothing more is added to: set it"
                 " to None before the next step (optimizer.zero_grad)"
@@ -171,7 +172,7 @@ class GradientSum(Destination):
             unit = self._units[index]
             self._sum(unit, self._held.pop(unit))
             # All sharers begin updates early or none: one that still needed the weights would gather new slices.
-            if all(theirs[index] for theirs in finals):
+            if self._landing.released is None and all(theirs[index] for theirs in finals):
                 self.updates.gradients_landed(unit, unit.trained, after=self._landing.copy_in(unit))
         return self.on_device.sum_common([theirs[SUMS_AT_ONCE:] for theirs in offers]) or bool(common)
 
@@ -243,15 +244,37 @@ class GradientSum(Destination):
             for tensor in part.tensors:
                 streams.writes(d2h, tensor.gradient, "copy out")
             self._transfer.copy_out(part.home, buffer.tensor[part.place], done=done, what=f"gradients of {unit}")
+        if self._landing.released is not None:
+            done = self._release(unit, held, buffers, summed)
         for buffer in buffers:
             buffer.done = done
         for gradient in gradients:
             gradient.done = added
         self._added_frees.add(*gradients)
         for tensor in views:
+            if self._landing.released is not None:
+                self._summed.add(tensor)
+                continue
             home = self._homes[unit].gradients[tensor]
             tensor.gradient.lands(tensor.host, home, done)
             self._summed.add(tensor)
+
+    def _release(self, unit: OffloadUnit, held: _UnitGradients, buffers: Sequence[PendingFree], summed: Event) -> Event:
+        """Sends this process's slices of a sum to their updates. Returns the end of the last copy."""
+        streams, after = self._streams, self._landing.copy_in(unit)
+        for tensor, (number, start) in held.layout.places.items():
+            tensor.gradient.is_released, tensor.gradient.landed_in = True, None
+            if tensor in held.kept:
+                self.updates.gradients_landed(unit, [tensor], after, held.kept[tensor])
+                continue
+            # One that begins and ends in a slice of another process is claimed, and counted, as all are.
+            part = next(iter(held.layout.own[tensor]), range(0))
+            own = buffers[number].tensor[start + part.start : start + part.stop]
+            streams.reads(streams.d2h, buffers[number], "copy out")
+            leaving = PendingFree(own, streams.event(), f"sum of the gradients of {tensor.name}", streams.gather)
+            self._landing.released.send(unit, tensor, leaving, self.updates, after, part)
+            summed = leaving.done
+        return summed
 
     def _room_for_updates(self, unit: OffloadUnit, layout: SumLayout) -> dict[UnitTensor, PendingFree]:
         """Returns memory for this process's slices of each sum, one behind the other, where the device updates."""

@@ -56,23 +56,24 @@ class Footprint:
         slots: int,
         recompute: bool,
         ring_bytes: int = 0,
-        releases: bool = False,
+        gradient_rings: int = 0,
     ) -> Footprint:
         """Returns the footprint of a cut model that streams through `slots` device slots, and `ring_bytes` from files.
 
-        `releases`: gradients on the host have a ring, and no homes.
+        Gradients on the host have so many rings, one for each process that shares the weights, or none and homes.
 
         Weights come in for forward and for backward, with recompute once more in between. Units that are still in slots
         when forward turns to backward are not copied again; their number depends on the order of use, so the traffic in
         is an upper bound.
         """
+        rings = gradient_rings * gradient_ring_bytes(model.units, gradient_rings or 1)
         return cls(
             units=len(model.units),
             largest_unit_bytes=model.largest_unit_bytes,
             resident_bytes=model.resident_bytes,
             slot_bytes=slots * model.largest_unit_bytes,
             host_weight_bytes=model.unit_bytes,
-            host_gradient_bytes=gradient_ring_bytes(model.units) if releases else model.gradient_bytes,
+            host_gradient_bytes=rings if gradient_rings else model.gradient_bytes,
             h2d_bytes=model.unit_bytes * (3 if recompute else 2),
             d2h_bytes=model.gradient_bytes,
             file_bytes=model.fixed_bytes,

@@ -96,7 +96,12 @@ class WeightStreamer:
         cut, streams = self.cut, self._streams
         limit_bytes = GRADIENT_SLOTS * cut.largest_unit_bytes
         self.gradients = GradientLanding(
-            cut.units, self.arena, self.transfer, limit_bytes=limit_bytes, releases=releases
+            cut.units,
+            self.arena,
+            self.transfer,
+            limit_bytes=limit_bytes,
+            releases=releases,
+            sharers=self.filler.updaters,
         )
         contents = SlotContents(self._slots, self.transfer, not streams.asynchronous, self.filler)
         self.prefetcher = Prefetcher(cut.units, contents, self.transfer, prefetch, self.filler)

@@ -282,8 +282,13 @@ def _lossy(
     if has_formats and optimizer.state_dtype == "fp32":
         yield Change({"optimizer.state_dtype": "bf16"}, where)
     whole = config.microbatches == 1 or components.footprint.layer_major
-    alone = config.devices == 1 and config.on_nonfinite == OnNonfinite.stop
-    releases = alone and optimizer.get("gradients") == AUTO and plan.host_bytes["gradients"] >= worth
+    summed_inside = config.devices == 1 or components.shares_homes
+    releases = (
+        summed_inside
+        and config.on_nonfinite == OnNonfinite.stop
+        and optimizer.get("gradients") == AUTO
+        and plan.host_bytes["gradients"] >= worth
+    )
     if releases and whole and config.clip_norm is not None:
         yield Change({"clip_norm": "null"}, host)
     if has_formats and optimizer.state_dtype == "bf16":

@@ -211,11 +211,6 @@ def _why_kept(config: DictConfig, mode: Mode, kept: Footprint) -> str | None:
         return kept.why_gradients_stay
     if config.devices > 1 and not shares_homes(config, mode):
         return f"devices={config.devices} sum them after backward: take devices=1"
-    if config.devices > 1:
-        return (
-            f"the sums of devices={config.devices} go home, because a unit of which one device lacks a gradient is"
-            " summed after backward, and no plan shows which: take devices=1"
-        )
     if config.clip_norm is not None:
         return (
             f"clip_norm={config.clip_norm:g} needs them until their norm is known: to release them take clip_norm=null"

@@ -9,18 +9,21 @@ refused.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from offload.memory.host_memory import HostArena
+from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Streams
 from offload.torch_private.torch_internals import has_gradient_hooks
 from offload.weights.gradients.offloader import GradientOffloader, GradientRing, gradient_ring_bytes, is_sparse
 from offload.weights.gradients.seams import Updates
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
+OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 KEEP = "keep gradients (optimizer.gradients=keep; in a loop of your own, AttachOptions(release_gradients=False))"
 
 
@@ -121,9 +124,15 @@ class FinalGradients:
         return True
 
 
-def why_kept(units: Sequence[OffloadUnit]) -> str | None:
-    """Returns in words why gradients of `units` cannot be released; None if they can."""
+def why_kept(units: Sequence[OffloadUnit], sharers: int = 1) -> str | None:
+    """Returns in words why gradients of `units` cannot be released; None if they can.
+
+    Of several `sharers` one may lack the gradient of an expert that none of its tokens has used. That unit is summed
+    after backward.
+    """
     for unit in units:
+        if sharers > 1 and (expert := next((t.name for t in unit.trained if OF_AN_EXPERT.search(t.name)), None)):
+            return f"one of the processes that share {expert} has no gradient of it where no token uses the expert"
         others = [tensor for tensor in unit.tensors if not tensor.trains]
         if unit.trained and others:
             kind = "a buffer" if others[0].is_buffer else "frozen"
@@ -134,13 +143,21 @@ def why_kept(units: Sequence[OffloadUnit]) -> str | None:
 class ReleasedGradients:
     """Sends the gradients of `units` to their updates. `wait_ms` is the time that the host waited for room in the ring.
 
-    Takes the memory of the ring from `arena`.
+    Takes the memory of the ring from `arena`. `sharers`: the number of processes that divide the updates.
     """
 
-    def __init__(self, units: Sequence[OffloadUnit], arena: HostArena, streams: Streams, offloader: GradientOffloader):
+    def __init__(
+        self,
+        units: Sequence[OffloadUnit],
+        arena: HostArena,
+        streams: Streams,
+        offloader: GradientOffloader,
+        sharers: int = 1,
+    ):
         self._units = units
         self._offloader = offloader
-        self._ring = GradientRing(arena.allocate(gradient_ring_bytes(units), "the ring of gradients"), streams)
+        nbytes = gradient_ring_bytes(units, sharers)
+        self._ring = GradientRing(arena.allocate(nbytes, "the ring of gradients"), streams)
 
     @property
     def wait_ms(self) -> float:
@@ -157,19 +174,8 @@ class ReleasedGradients:
             for tensor in unit.trained:
                 self._check(tensor)
 
-    def land(
-        self,
-        unit: OffloadUnit,
-        tensor: UnitTensor,
-        gradient: torch.Tensor,
-        is_final: bool,
-        updates: Updates,
-        after: Sequence[Event],
-    ) -> None:
-        """Hands a gradient to its update, which begins when it has landed and the events `after` are past.
-
-        Raises RuntimeError for a gradient that is not final, that something else needs too, or that is sparse.
-        """
+    def check(self, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool) -> None:
+        """Raises RuntimeError for a gradient that is not final, that something else needs too, or that is sparse."""
         if not is_final:
             raise NotFinalError(
                 f"the gradient of {tensor.name} is not final when it lands, and it is released to its update alone",
@@ -181,13 +187,30 @@ class ReleasedGradients:
             raise RuntimeError(f"the gradient of {tensor.name} is sparse, and its bytes are not known before: {KEEP}")
         if gradient.requires_grad:
             raise RuntimeError(f"the gradient of {tensor.name} has a graph (create_graph), which updates drop: {KEEP}")
+
+    def land(
+        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, updates: Updates, after: Sequence[Event]
+    ) -> None:
+        """Hands a gradient to its update, which begins when it has landed and the events `after` are past."""
         leaving = self._offloader.hand_over(tensor, gradient)
         if updates.retain_gradient(unit, tensor, leaving):
             updates.gradients_landed(unit, [tensor], after, leaving)
             return
-        block = self._ring.block(tensor)
-        self._offloader.send_released(tensor, leaving, block)
+        self.send(unit, tensor, leaving, updates, after)
         self._offloader.free([leaving])
+
+    def send(
+        self,
+        unit: OffloadUnit,
+        tensor: UnitTensor,
+        leaving: PendingFree,
+        updates: Updates,
+        after: Sequence[Event],
+        part: range | None = None,
+    ) -> None:
+        """Sends a gradient, or these elements of it, which d2h may read, to its update; `leaving.done` ends that."""
+        block = self._ring.block(tensor, part)
+        self._offloader.send_released(tensor, leaving, block)
         consumed = updates.gradients_landed(unit, [tensor], after, block)
         if consumed is not None:
             self._ring.lend(block, consumed)

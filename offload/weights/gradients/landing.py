@@ -32,7 +32,8 @@ class GradientLanding:
     """The gradients of one attached model's units, in steps and between them.
 
     `limit_bytes` of them may wait on the device for the bus. `releases`: they go to updates inside backward, and have
-    no homes. An extension may put another `destination` in the place of the homes.
+    no homes. An extension may put another `destination` in the place of the homes, for `sharers` processes that divide
+    the updates.
     """
 
     copy_in: Callable[[OffloadUnit], list[Event]]
@@ -46,13 +47,14 @@ class GradientLanding:
         *,
         limit_bytes: int,
         releases: bool,
+        sharers: int = 1,
     ):
         streams = transfer.streams
         self.limit_bytes = limit_bytes
         self.final = FinalGradients(all_final=releases)
         self.offloader = GradientOffloader(transfer, limit_bytes)
         self.destination = Destination()
-        self._released = ReleasedGradients(units, arena, streams, self.offloader) if releases else None
+        self.released = ReleasedGradients(units, arena, streams, self.offloader, sharers) if releases else None
         self._units = units
         self._arena = arena
         self._streams = streams
@@ -67,7 +69,7 @@ class GradientLanding:
     @property
     def wait_ms(self) -> float:
         """The time that the host has waited for room in the ring of released gradients."""
-        return 0.0 if self._released is None else self._released.wait_ms
+        return 0.0 if self.released is None else self.released.wait_ms
 
     def use_updates(self, updates: Updates) -> None:
         """Begins updates by `updates` from now on, where gradients are final."""
@@ -86,8 +88,8 @@ class GradientLanding:
 
         `norms`: take the norms of the gradients, for `norms`.
         """
-        if self._released is not None:
-            self._released.begin_step(self._updates)
+        if self.released is not None:
+            self.released.begin_step(self._updates)
         self._in_step, self._will_settle = True, False
         self.final.begin_step(self._units)
         self.offloader.begin_step(self._units, norms)
@@ -161,9 +163,11 @@ class GradientLanding:
                 return self._on_host(gradient)
             # First, because it raises where an update may be reading the host memory that the gradient goes to.
             is_final = self.final.counting and self.final.land(unit, tensor)
-            if self._released is not None:
-                self._released.land(unit, tensor, gradient, is_final, self._updates, after=self.copy_in(unit))
-                return None
+            if self.released is not None:
+                self.released.check(tensor, gradient, is_final)
+                if not self.destination.takes_gradients:
+                    self.released.land(unit, tensor, gradient, self._updates, after=self.copy_in(unit))
+                    return None
             if tensor in self.offloader.waiting:
                 self._send()
             if tensor.gradient.leaves_to_autograd(tensor.host, gradient):
@@ -185,7 +189,7 @@ class GradientLanding:
         Raises RuntimeError where it cannot be, and SideBySideError where losses of microbatches side by side use it.
         """
         with self._lock:
-            if self._released is not None:
+            if self.released is not None:
                 raise used_on_host(tensor)
             self.destination.check_host_use(unit, tensor)
             self._send()

@@ -235,15 +235,20 @@ RING_UNITS = 4
 LEAST_RING_BYTES = 256 * 2**20
 
 
-def gradient_ring_bytes(units: Sequence[OffloadUnit]) -> int:
-    """Returns the size of the ring for the gradients of `units`: at most that of all of them."""
-    sizes = [unit.gradient_bytes for unit in units]
+def gradient_ring_bytes(units: Sequence[OffloadUnit], count: int = 1) -> int:
+    """Returns the size of the ring for the gradients of `units`, or for one of `count` equal slices of each.
+
+    It is at most that of all of them.
+    """
+    sizes = [aligned(-(-unit.gradient_bytes // count), unit.alignment) for unit in units]
     return min(max(RING_UNITS * max(sizes, default=0), LEAST_RING_BYTES), sum(sizes))
 
 
 @dataclass(eq=False)
 class RingBlock:
     """The bytes `start` to `end` of the ring, which hold one gradient. `tensor` has the parameter's shape and dtype.
+
+    Where several processes divide the updates, it is 1-D, and has this one's slice.
 
     `consumed` is set when the update has read it. Whoever sets it then sets `ended`, which all blocks have in common.
     """
@@ -278,20 +283,22 @@ class GradientRing:
         # The newest block, as long as it is not lent.
         self._given: RingBlock | None = None
 
-    def block(self, tensor: UnitTensor) -> RingBlock:
-        """Returns memory for the gradient of `tensor`, which the d2h stream may write.
+    def block(self, tensor: UnitTensor, part: range | None = None) -> RingBlock:
+        """Returns memory for the gradient of `tensor`, or for these elements of it, which the d2h stream may write.
 
         Blocks the host until there is room. That ends: the updates in its way need nothing that is not queued yet.
         """
-        nbytes = aligned(tensor.nbytes)
+        size = tensor.nbytes if part is None else len(part) * tensor.dtype.itemsize
+        nbytes = aligned(size)
         if self._given is not None:
             # Nobody took it: there was no update, or an exception came before.
             self._reuse(self._given)
         while (start := self._room(nbytes)) is None:
             self._take_back()
-        memory = self._memory.piece(start, tensor.nbytes)
+        memory = self._memory.piece(start, size)
+        gradient = tensor.gradient.over(memory) if part is None else memory.view(tensor.dtype)
         name = f"gradient of {tensor.name} in the ring"
-        self._given = RingBlock(tensor.gradient.over(memory), start, start + nbytes, name, self._ended)
+        self._given = RingBlock(gradient, start, start + nbytes, name, self._ended)
         return self._given
 
     def lend(self, block: RingBlock, consumed: Signal) -> None:

@@ -52,6 +52,8 @@ class Filler:
     """True: `note_use` is called before each fetch of a step, and `look_ahead` after each fetch"""
     has_gradient_homes = True
     """False: gradients have no memory of their own at home, unless one needs it"""
+    updaters = 1
+    """the number of processes that divide the update of a unit"""
 
     def __init__(self, cut: CutModel, transfer: Transfer, arena: HostArena, gradient_bytes: int):
         """`gradient_bytes` are those of the gradients on the host.

@@ -4,19 +4,13 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
-from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import AttachOptions, Mode
-from offload.modes.none import Resident
-from offload.modes.shard_offload import ShardOffload
-from offload.modes.tensor_swap import TensorSwap
+from offload.modes.mode import AttachOptions
 from offload.optimizer import shared_states
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
@@ -26,10 +20,19 @@ from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.open_files import open_files
+from tests.offload.helpers.shared_training import (
+    EARLY,
+    MODES,
+    STEPS,
+    compared,
+    loss_of,
+    same_norm,
+    stack,
+    sum_rest,
+    two_slots,
+)
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 from tests.offload.helpers.updates import WORKER
-
-STEPS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -38,138 +41,10 @@ def one_core() -> None:
     torch.set_num_threads(1)
 
 
-def same_norm(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
-    return one is two is None or (one is not None and two is not None and torch.equal(one, two))
-
-
-def loss_of(model: nn.Module, step: int, microbatch: int) -> torch.Tensor:
-    return model(stack_inputs(step, microbatch)).float().square().mean()
-
-
-def sum_rest(model: nn.Module, attached: Mode, sharers: ThreadSharers) -> None:
-    """Makes gradients that are not yet the sums over the sharers, in the order of ranks."""
-    done = attached.summed_parameters()
-    rest = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in done]
-    everyone = sharers.laid_down([parameter.grad.clone() for parameter in rest])
-    with torch.no_grad():
-        for parameter, *given in zip(rest, *everyone, strict=True):
-            total = given[0].clone()
-            for other in given[1:]:
-                total += other
-            parameter.grad.copy_(total)
-    meet(sharers, "test")
-
-
-def trained(
-    model: nn.Module,
-    mode: Mode,
-    sharers: Sharers,
-    count: int,
-    *,
-    early: bool = False,
-    device_share: int = 0,
-    scale: float = 0.5,
-    takes_norms: bool = True,
-    **format: str,
-) -> dict:
-    """Trains for some steps with one microbatch a sharer, of `count`. Returns losses, weights and states.
-
-    `early`: updates may begin inside backward; then `scale` is 1.
-    """
-    streams = CheckedStreams(torch.device("cpu"))
-    attached = mode.attach(model, streams, AttachOptions(sharers=sharers, state_format=StateFormat(**format)))
-    try:
-        optimizer = HostAdamW(model.parameters(), lr=0.05, threads=1, **format)
-        attached.overlap(optimizer, early, device_share)
-        optimizer.allocate()
-        losses, begun = [], []
-        for step in range(STEPS):
-            own = [sharers.first + sharers.rank] if sharers.count > 1 else range(count)
-            with attached.step(norms=takes_norms):
-                losses += attached.accumulate([partial(loss_of, model, step, number) for number in own])
-            norms = {name: attached.gradient_norms().get(p) for name, p in model.named_parameters()}
-            if sharers.count > 1:
-                sum_rest(model, attached, sharers)
-            begun.append(optimizer.has_begun)
-            optimizer.step(scale=scale)
-            optimizer.zero_grad()
-        optimizer.finish()
-        optimizer.states.bring_home()
-        meet(sharers, "test")
-        with attached.inference():
-            losses.append(loss_of(model, STEPS, 0))
-        states = {
-            f"{name}.{key}": value.clone()
-            for name, parameter in model.named_parameters()
-            for key, value in optimizer.state[parameter].items()
-        }
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        # Nobody goes on to unmap what another still compares.
-        meet(sharers, "test")
-        return {
-            "losses": losses,
-            "weights": weights,
-            "states": states,
-            "norms": norms,
-            "begun": begun,
-            "sums": attached.summed_parameters(),
-            "asked": getattr(sharers, "sums", 0),
-        }
-    finally:
-        attached.detach()
-
-
-MODES = {
-    "layer_stream": lambda: LayerStream(slots=2),
-    "one slot": lambda: LayerStream(slots=1),
-    "everything": lambda: LayerStream(slots=3, outside="stream"),
-    "bounce_linear": BounceLinear,
-    "shard_offload": lambda: ShardOffload(shards=2),
-    "tensor_swap": lambda: TensorSwap(LayerStream(slots=2)),
-    "none": Resident,
-}
-
-
 CASES = [
     *((name, 2, torch.float32) for name in MODES),
     *((name, 3, torch.bfloat16) for name in ("everything", "one slot", "shard_offload")),
 ]
-
-
-@pytest.fixture(autouse=True)
-def any_dtype(monkeypatch: pytest.MonkeyPatch):
-    """The stack takes inputs in float32 whatever its weights are."""
-    forward = Stack.forward
-    monkeypatch.setattr(Stack, "forward", lambda self, inputs: forward(self, inputs.to(next(self.parameters()).dtype)))
-
-
-def stack(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    torch.manual_seed(0)
-    return Stack(depth=3).to(dtype)
-
-
-def two_slots() -> Mode:
-    return LayerStream(slots=2)
-
-
-def compared(
-    make: Callable[[], Mode], model: nn.Module, count: int = 2, hosts: int = 1, **options
-) -> tuple[dict, list[dict]]:
-    """Trains with one process and with sharers; fails where a loss, a weight or a state differs in a bit."""
-    total = count * hosts
-    alone = {key: options[key] for key in ("scale", "master", "state_dtype") if key in options}
-    one = trained(copy.deepcopy(model), make(), NO_SHARERS, total, **alone)
-    work = lambda sharers: trained(copy.deepcopy(model), make(), sharers, total, **options)  # noqa: E731
-    several = as_sharers(count, work, hosts)
-    # The losses of one process come by step, those of the sharers by sharer.
-    for number, sharer in enumerate(several):
-        expected = one["losses"][number:-1:total] + one["losses"][-1:]
-        assert len(sharer["losses"]) == len(expected)
-        assert all(map(torch.equal, sharer["losses"], expected)), number
-        for key in ("weights", "states"):
-            assert sharer[key].keys() == one[key].keys()
-            assert all(torch.equal(value, one[key][which]) for which, value in sharer[key].items()), (number, key)
-    return one, several
 
 
 @pytest.mark.usefixtures("links")
@@ -198,14 +73,6 @@ def test_sums_without_norms_are_made_in_slices(hosts: int, device_share: int, li
     for sharer in compared(two_slots, stack(), hosts=hosts, **options)[1]:
         assert sharer["sums"]
         assert bool(sharer["asked"]) == (links == "collectives" or hosts > 1)
-
-
-EARLY = [
-    ("layer_stream", 2, torch.float32, 0),
-    ("everything", 3, torch.bfloat16, 0),
-    ("shard_offload", 2, torch.bfloat16, 0),
-    ("one slot", 2, torch.bfloat16, 10**9),
-]
 
 
 @pytest.mark.usefixtures("links")

@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch import nn
 
+from offload.knobs import KnobError
+from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import AttachOptions
+from offload.planning.simulated_streams import PlannedSharers
 from offload.sharing.summing import WAITING_UNITS
 from offload.streams.stream_checker import CheckedStreams
 from offload.weights.gradients.seams import Updates
 from tests.offload.helpers.models import Stack, stack_inputs
+from tests.offload.helpers.shared_training import EARLY, MODES, STEPS, compared, same_norm, stack
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+
+
+@pytest.fixture(autouse=True)
+def one_core() -> None:
+    """As in the threads of sharers: sums over several cores are others."""
+    torch.set_num_threads(1)
 
 
 class Experts(nn.Module):
@@ -153,3 +163,61 @@ def test_gradients_that_would_not_be_summed_are_an_error(misuse: Callable, messa
 
     with pytest.raises(RuntimeError, match=f"^{message}"):
         as_sharers(2, work)
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize("takes_norms", [False, True])
+@pytest.mark.parametrize("form", [{}, {"state_dtype": "int8", "master": "stochastic"}], ids=str)
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(("name", "count", "dtype", "device_share"), EARLY, ids=str)
+def test_released_sums_are_those_that_are_kept(
+    name: str, count: int, dtype: torch.dtype, device_share: int, hosts: int, form: dict[str, str], takes_norms: bool
+):
+    options = {"early": True, "scale": 1.0, "device_share": device_share, "takes_norms": takes_norms, **form}
+    one, several = compared(MODES[name], stack(dtype), count, hosts, releases=True, **options)
+    for sharer in several:
+        assert sharer["begun"] == [True] * STEPS
+        assert len(sharer["sums"]) == len(one["weights"])
+        if takes_norms:
+            assert all(map(same_norm, sharer["norms"].values(), one["norms"].values()))
+
+
+class Choosing(nn.Module):
+    """Each input takes one of two ways through each block: of the sharers none, some or all lack its gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(3))
+        for block in self.blocks:
+            block.forward = partial(self.chosen, block)
+
+    @staticmethod
+    def chosen(ways: nn.ModuleList, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + ways[int(hidden.sum() > 0)](hidden)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_released_gradient_that_one_sharer_lacks_is_summed_after_backward(dtype: torch.dtype):
+    torch.manual_seed(0)
+    model = Choosing().to(dtype)
+    _, several = compared(lambda: LayerStream(slots=2, layers="blocks"), model, 3, early=True, scale=1.0, releases=True)
+    # In the last step.
+    assert {len(sharer["sums"]) for sharer in several} == {2}
+
+
+def test_sums_of_experts_are_not_released():
+    model = nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4)])}), nn.Linear(4, 4)])
+    options = AttachOptions(sharers=PlannedSharers(2), release_gradients=True)
+    named = "one of the processes that share 0.experts.0.weight has no gradient of it where no token uses the expert"
+    with pytest.raises(KnobError, match=rf"^gradients=release: {named}: take keep$"):
+        BounceLinear().attach(model, CheckedStreams(torch.device("cpu")), options)
+    kept = BounceLinear().footprint(model, options=AttachOptions(sharers=PlannedSharers(2)))
+    assert kept.why_gradients_stay == named

@@ -49,9 +49,10 @@ def test_what_follows_an_adapter_is_explained():
 EARLY = ("offload=layer_stream", "clip_norm=null", "microbatches=1")
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("offload", ["layer_stream", "bounce_linear", "shard_offload", "layer_stream_swap"])
-def test_auto_releases_what_only_updates_need(offload: str):
-    components = components_of(*EARLY, f"offload={offload}")
+def test_auto_releases_what_only_updates_need(offload: str, devices: int):
+    components = components_of(*EARLY, f"offload={offload}", f"devices={devices}")
     assert components.gradients.released
     assert components.options.release_gradients
     assert components.gradients.why == "updates begin inside backward, and nothing else needs them"
@@ -66,7 +67,6 @@ NEEDED = {
     "on_nonfinite=skip": "on_nonfinite=skip needs to know first that all are finite: take on_nonfinite=stop",
     "microbatches=2": "those of microbatches=2 are added up in host memory: take microbatches=1, or",
     "devices=2 parallel.homes=own": "devices=2 sum them after backward: take devices=1",
-    "devices=2": "the sums of devices=2 go home, because a unit of which one device lacks a",
 }
 
 
