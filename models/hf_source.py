@@ -39,8 +39,8 @@ DECIDED = {
 }
 # Causal language models by transformers' account that see later tokens unless they are given masks.
 SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
-# The key by which others do; at "vision" the tokens of an image see each other.
-SEES_ALL = "use_bidirectional_attention"
+# The keys by which others do; at "vision" the tokens of an image see each other.
+SEES_ALL, IS_CAUSAL = "use_bidirectional_attention", "is_causal"
 # The key of the language whose layers a model takes, X-MOD.
 LANGUAGE = "default_language"
 # Architectures that seed torch anew in each forward, by a number that nobody chose.
@@ -147,6 +147,11 @@ class Source:
             raise ValueError(
                 f"{SEES_ALL}={sees}: {config.model_type} sees later tokens too, so its loss would mean nothing: take"
                 " another model, or null in model.overrides"
+            )
+        if self.task == CAUSAL_LM and not getattr(config.get_text_config(), IS_CAUSAL, True):
+            raise ValueError(
+                f"{IS_CAUSAL}=false: {config.model_type} sees later tokens too, so its loss would mean nothing: take"
+                " another model, or true in model.overrides"
             )
         if getattr(config, LANGUAGE, "") is None and getattr(config, "languages", ()):
             raise ValueError(

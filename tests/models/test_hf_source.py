@@ -49,6 +49,10 @@ class TestFindSource:
         assert not source.config({"use_bidirectional_attention": None}).use_bidirectional_attention
         with pytest.raises(ValueError, match=r"^use_bidirectional_attention=all: gemma4_text sees later tokens too"):
             find_source("gemma4_text", "causal_lm").config({"use_bidirectional_attention": "all"})
+        embeds = find_source(folder_of({"model_type": "qwen2", "is_causal": False}, tmp_path), "causal_lm")
+        with pytest.raises(ValueError, match=r"^is_causal=false: qwen2 sees later tokens too"):
+            embeds.config()
+        assert embeds.config({"is_causal": True}).is_causal
 
     def test_a_model_with_layers_for_each_language_needs_one(self):
         source = find_source("xmod", "causal_lm")
