@@ -31,45 +31,34 @@ from offload.weights.units.placement import DevicePlacement, UnfilledTensors
 _mode_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-class Attachment:
-    """Notes that the modules of `model`, those inside it too, have the mode called `mode`, until `release`.
-
-    Raises RuntimeError in one line, noting nothing, where one of them has a mode already: because it, a module around
-    it or one inside it was attached before.
-    """
-
-    def __init__(self, model: nn.Module, mode: str):
-        modules = dict(model.named_modules())
-        for name, module in modules.items():
-            if module in _mode_of:
-                raise RuntimeError(
-                    f"{name or type(module).__name__} is attached already, to the mode {_mode_of[module]}: detach that"
-                    " mode before you attach another"
-                )
-        self._modules = list(modules.values())
-        for module in self._modules:
-            _mode_of[module] = mode
-
-    def release(self) -> None:
-        """Forgets the mode: the modules may be attached again."""
-        for module in self._modules:
-            _mode_of.pop(module, None)
-
-
 @contextmanager
-def attaching(model: nn.Module, mode: object, streams: object) -> Iterator[Attachment]:
-    """Surrounds what attaches `mode` to `model`. Gives the attachment, which an exception in the block releases.
+def attaching(model: nn.Module, mode: object, streams: object) -> Iterator[Callable[[], None]]:
+    """Surrounds what attaches `mode` to `model`: its modules have a mode from then on, those inside it too.
 
-    Raises TypeError in one line for a device in place of its streams.
+    Gives the function that forgets this, as an exception in the block does. Raises TypeError in one line for a device
+    in place of its streams, and RuntimeError, noting nothing, where one of the modules has a mode already: because it,
+    a module around it or one inside it was attached before.
     """
     if isinstance(streams, (str, torch.device)):
         raise TypeError(f"attach to {streams!r}: give the streams of a device, as offload.acquire({streams!r}) returns")
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if module in _mode_of:
+            raise RuntimeError(
+                f"{name or type(module).__name__} is attached already, to the mode {_mode_of[module]}: detach that"
+                " mode before you attach another"
+            )
     # A mode is known by the file that it is in.
-    attachment = Attachment(model, type(mode).__module__.rpartition(".")[2])
+    _mode_of.update(dict.fromkeys(modules.values(), type(mode).__module__.rpartition(".")[2]))
+
+    def release() -> None:
+        for module in modules.values():
+            _mode_of.pop(module, None)
+
     try:
-        yield attachment
+        yield release
     except BaseException:
-        attachment.release()
+        release()
         raise
 
 
@@ -223,7 +212,7 @@ class Attached:
         self.activations = Activations()
         self._in_step = self._in_inference = False
         self._unfilled = UnfilledTensors()
-        with attaching(model, mode, streams) as self._attachment:
+        with attaching(model, mode, streams) as self._forget_mode:
             self._unfilled.watch(model, self._take(mode, streams, options))
 
     def detach(self) -> None:
@@ -241,7 +230,7 @@ class Attached:
             self._give_back()
         finally:
             self._unfilled.close()
-            self._attachment.release()
+            self._forget_mode()
             self.activations.close()
             self.model = None
 

@@ -9,7 +9,8 @@ from torch import nn
 from offload.knobs import KnobError, explanations, knob
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
-from offload.modes.mode import Attachment, Mode, attaching
+from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Mode, attaching
 from offload.modes.none import Resident
 from offload.streams import registry
 from offload.streams.stream_checker import CheckedStreams
@@ -23,28 +24,34 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
 
 
-def test_a_module_inside_or_around_an_attached_one_is_refused_by_its_name(model: nn.Module):
-    attachment = Attachment(model[0], "layer_stream")
+def test_a_module_inside_or_around_an_attached_one_is_refused_by_its_name(model: nn.Module, streams: registry.Streams):
+    with attaching(model[0], LayerStream(), streams) as release:
+        pass
     for other, name in ((model[0], "Sequential"), (model[0][0], "Linear"), (model, "0"), (nn.Sequential(model), "0.0")):
-        with pytest.raises(
-            RuntimeError, match=rf"^{name} is attached already, to the mode layer_stream: detach"
-        ) as found:
-            Attachment(other, "none")
+        with (
+            pytest.raises(
+                RuntimeError, match=rf"^{name} is attached already, to the mode layer_stream: detach"
+            ) as found,
+            attaching(other, Resident(), streams),
+        ):
+            pass
         assert "\n" not in str(found.value)
     # Nothing was noted of those that were refused.
-    Attachment(model[1], "none").release()
-    attachment.release()
-    Attachment(model, "none").release()
+    with attaching(model[1], Resident(), streams) as release_other:
+        release_other()
+    release()
+    with attaching(model, Resident(), streams) as release:
+        release()
 
 
 def test_an_exception_while_attaching_releases(model: nn.Module, streams: registry.Streams):
     with pytest.raises(ZeroDivisionError), attaching(model, Resident(), streams):
         raise ZeroDivisionError
-    with attaching(model, Resident(), streams) as attachment:
+    with attaching(model, Resident(), streams) as release:
         pass
-    with pytest.raises(RuntimeError, match="to the mode none"):
-        Attachment(model, "other")
-    attachment.release()
+    with pytest.raises(RuntimeError, match="to the mode none"), attaching(model, LayerStream(), streams):
+        pass
+    release()
 
 
 def test_a_device_in_place_of_its_streams_is_refused(model: nn.Module):
