@@ -20,6 +20,7 @@ from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.streams.registry import Streams
 from offload.streams.transfer import Counters, Telemetry, Transfer
 from offload.torch_private.threads import OneThread
+from offload.torch_private.torch_internals import tree_leaves
 from offload.weights.footprint import Footprint
 
 # Smaller tensors stay on the device: a copy of theirs takes the host longer than it is worth.
@@ -78,7 +79,8 @@ class SwappedActivations(MovedActivations):
     @contextmanager
     def around_forward(self, arguments: tuple, keywords: Mapping) -> Iterator[None]:
         # The caller has the arguments in any case, so that a copy of theirs would free nothing.
-        kept = self._swapper.excluding(_tensors((arguments, keywords)))
+        leaves = tree_leaves((arguments, keywords))
+        kept = self._swapper.excluding(leaf for leaf in leaves if isinstance(leaf, Tensor))
         with self._one_thread.turn(), kept, self._swapper.hooks():
             yield
 
@@ -100,18 +102,3 @@ class SwappedActivations(MovedActivations):
             host_pinned_bytes=self._arena.pinned_bytes,
             host_pageable_bytes=self._arena.pageable_bytes,
         )
-
-
-def _tensors(value: object, inside: bool = False) -> Iterator[Tensor]:
-    """Yields the tensors in a value, in the sequences and mappings inside it, and in the attributes of an object."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    items = value
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif not isinstance(value, (list, tuple)):
-        # Not the attributes of attributes: they may lead anywhere.
-        items, inside = () if inside else list(getattr(value, "__dict__", {}).values()), True
-    for item in items:
-        yield from _tensors(item, inside)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,23 +35,6 @@ def test_the_input_batch_and_parameters_are_never_swapped():
         with attached.step():
             model(inputs).square().sum().backward()
         assert torch.equal(inputs, stack_inputs(0, 0))
-
-
-def test_tensors_that_the_caller_keeps_in_an_object_are_not_swapped():
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8))
-
-        def forward(self, batch: SimpleNamespace) -> torch.Tensor:
-            return (batch.inputs * self.weight).sum() + (batch.more["mask"] * self.weight).sum()
-
-    mode = TensorSwap(Resident())
-    batch = SimpleNamespace(inputs=stack_inputs(0, 0), more={"mask": stack_inputs(0, 1)})
-    with under(mode, model := Reads()) as attached:
-        with attached.step():
-            model(batch).backward()
-        assert attached.counters().swapped_bytes == 0
 
 
 def test_swapped_tensors_are_released_and_come_back():
