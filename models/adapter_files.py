@@ -61,6 +61,9 @@ def adapter_config(model: nn.Module, base: str | None = None, revision: str | No
     `base` is the name or folder of the base's weights, `revision` that of such a name on the Hub.
     """
     origin = {"base_model_name_or_path": base, "revision": revision}
+    if hasattr(model, "vocab_size"):
+        # Without it AutoPeftModelForCausalLM refuses the folder.
+        origin["task_type"] = "CAUSAL_LM"
     values = as_json(config_of(model).to_dict()) | origin | {"inference_mode": True}
     return json.dumps(values, indent=2, default=str).encode()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, PeftModelForCausalLM
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -77,6 +77,8 @@ def test_peft_reads_the_adapter_of_a_model_of_transformers(tmp_path: Path, name:
     save_adapter(model, tmp_path)
     loaded = PeftModel.from_pretrained(base_of(model, type(model.hf)(model.hf.config)), tmp_path).eval()
     logits = model.hf(IDS).logits
+    # AutoPeftModelForCausalLM asks for this kind.
+    assert type(loaded) is PeftModelForCausalLM
     assert torch.equal(loaded(IDS).logits, logits)
     torch.testing.assert_close(loaded.merge_and_unload()(IDS).logits, logits, rtol=1e-5, atol=1e-6)
     merge_adapter(model)
