@@ -114,6 +114,8 @@ def build_network(
     keys = dict(inspect.signature(made.__init__).parameters)
     del keys["self"]
     for key in config:
+        if key == "quantization_config" and config[key]:
+            raise ValueError(f"its weights are quantised: take those of {name} in bf16 or float32, and quantize=nf4")
         if key not in keys and config[key] not in (None, False):
             raise ValueError(
                 f"{CONFIG_FILE} has {key}={config[key]}, which {name} of diffusers {diffusers.__version__}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.diffusion_network import DiffusersNetwork, build_network, read_config
-from models.diffusion_scheduler import STEPS
+from models.diffusion_scheduler import STEPS, library
 from models.json_files import read_object
 from models.pipelines.calls import ASKED, NetworkCall
 from models.pipelines.encoded import INDEX, EncodedFolder
@@ -89,10 +89,12 @@ def build_pipeline(source: str | Path, overrides: Mapping[str, Any] | None = Non
             f"it has no {INDEX}: give the folder of a pipeline of diffusers, or OWNER/NAME of one on the Hub; of a"
             " UNet or DiT alone take model=diffusers"
         )
-    index = read_object(folder / INDEX, "download the pipeline again")
+    index, diffusers = read_object(folder / INDEX, "download the pipeline again"), library()
     found = [name for name in index if name.startswith(NETWORKS) and index[name][0] is not None]
     if len(found) != 1 or found[0] not in NETWORKS:
         raise ValueError(f"{index['_class_name']} has the networks {', '.join(found) or 'none'}: one is trained here")
+    if not isinstance(kind := index["_class_name"], str) or not hasattr(diffusers, kind):
+        raise ValueError(f"{INDEX} names {kind}, which diffusers {diffusers.__version__} has not: take another")
     scheduler = read_object(folder / "scheduler" / "scheduler_config.json", "download the pipeline again")
     steps = scheduler.get("num_train_timesteps", STEPS)
     name, config = read_config(folder / found[0])

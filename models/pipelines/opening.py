@@ -46,7 +46,9 @@ def open_pipeline(
             given |= {part: None for part in index if part.startswith("text_encoder")}
         try:
             dtypes = {"default": dtype, "vae": vae_dtype or dtype}
-            return kind.from_pretrained(folder, torch_dtype=dtypes, local_files_only=True, **given)
+            pipeline = kind.from_pretrained(folder, torch_dtype=dtypes, local_files_only=True, **given)
+            _check_tokenizers(pipeline)
+            return pipeline
         # Each of its parts may raise errors of any type.
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -60,3 +62,10 @@ def encoders_of(pipeline: Any, network: nn.Module) -> tuple[list[nn.Module], nn.
     if "vae" not in modules or not texts:
         raise ValueError(f"{type(pipeline).__name__} has no VAE or no text encoder: it makes no pictures of captions")
     return texts, modules["vae"]
+
+
+def _check_tokenizers(pipeline: Any) -> None:
+    """Raises ValueError for a tokenizer without words, which transformers makes of a folder without its files."""
+    for name, part in pipeline.components.items():
+        if name.startswith("tokenizer") and part is not None and part("a cat").input_ids == part("a dog").input_ids:
+            raise ValueError(f"{name} has no vocabulary: download the pipeline again")

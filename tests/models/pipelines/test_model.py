@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,4 +45,18 @@ def test_what_is_no_pipeline_is_refused(tmp_path: Path):
         '{"_class_name": "Two", "transformer": ["a", "B"], "transformer_2": ["a", "B"]}'
     )
     with pytest.raises(ValueError, match="Two has the networks transformer, transformer_2: one is trained here"):
+        build_pipeline(tmp_path)
+    # A list names code that is on the Hub.
+    for kind in ("Mine", ["pipeline", "Mine"]):
+        (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind, "unet": ["a", "B"]}))
+        with pytest.raises(ValueError, match=r"^model_index.json names .*Mine.*, which diffusers .* has not: take"):
+            build_pipeline(tmp_path)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path):
+    made("flux").save_pretrained(tmp_path)
+    file = tmp_path / "transformer" / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"^its weights are quantised: take those of FluxTransformer2DModel in bf16"):
         build_pipeline(tmp_path)

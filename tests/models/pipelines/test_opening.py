@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -36,6 +37,18 @@ def test_a_safety_checker_is_not_read(tmp_path_factory: pytest.TempPathFactory, 
     capfd.readouterr()
     assert open_pipeline(folder, made("stable_diffusion").unet, torch.float32).safety_checker is None
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["wan", "sdxl"])
+def test_a_tokenizer_without_its_files_is_refused(name: str, tmp_path_factory: pytest.TempPathFactory):
+    """Of a missing folder transformers makes one without words."""
+    folder = saved(name, tmp_path_factory)
+    shutil.rmtree(folder / "tokenizer")
+    with torch.device("meta"):
+        network = build_pipeline(folder).network
+    refused = r"^diffusers cannot open the pipeline: tokenizer has no vocabulary: download the pipeline again$"
+    with pytest.raises(ValueError, match=refused):
+        open_pipeline(folder, network, torch.float32)
 
 
 def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory):
