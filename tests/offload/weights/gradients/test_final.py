@@ -360,11 +360,12 @@ class TestRefusals:
         frozen.blocks.requires_grad_(False)
         assert "nothing that streams trains" in LayerStream().footprint(frozen).why_gradients_stay
 
-    def test_sharers(self):
+    def test_sharers_of_experts(self):
         def work(sharers: ThreadSharers) -> None:
             options = AttachOptions(sharers=sharers, release_gradients=True)
+            model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(8, 8) for _ in range(2))})
             with pytest.raises(KnobError, match="processes that share"):
-                LayerStream().attach(made(Stack), CheckedStreams(torch.device("cpu")), options)
+                LayerStream().attach(model, CheckedStreams(torch.device("cpu")), options)
 
         as_sharers(2, work)
 
