@@ -25,7 +25,7 @@ def encoded(vae: nn.Module, pixels: Tensor, noise: Sequence[int]) -> Tensor:
     Raises NotTrainableError if the VAE makes latents of another size.
     """
     # Of autoencoders of videos a picture is one frame.
-    picture = pixels[None, :, None] if len(noise) == 4 and pixels.ndim == 3 else pixels[None]
+    picture = pixels[None, :, None] if _of_videos(vae) and pixels.ndim == 3 else pixels[None]
     mean, std = _mean_and_std(vae, picture)
     shift, scale = normalisation(vae, mean.ndim)
     both = torch.cat([(mean.float() - shift) * scale, std.float() * scale])
@@ -37,9 +37,13 @@ def encoded(vae: nn.Module, pixels: Tensor, noise: Sequence[int]) -> Tensor:
 
 def decoding(vae: nn.Module, size: tuple[int, int]) -> Callable[[], object]:
     """Returns a function that decodes latents of one picture of `size`, (height, width), on the device of the VAE."""
-    frames = [1] if any(parameter.ndim == 5 for parameter in vae.parameters()) else []
+    frames = [1] if _of_videos(vae) else []
     latents, _ = _mean_and_std(vae, torch.empty(1, 3, *frames, *size, device=vae.device))
     return lambda: vae.decode(latents)
+
+
+def _of_videos(vae: nn.Module) -> bool:
+    return any(parameter.ndim == 5 for parameter in vae.parameters())
 
 
 @torch.no_grad()

@@ -132,12 +132,14 @@ class Recorder:
             (self._pipeline.scheduler, "step", functools.partial(self._step, record)),
             guidance=self._guidance,
         )
-        if record.noise is None or record.predicted is None or len(record.times) < 2:
-            raise NotTrainableError(f"{self.name} does not draw noise, call its network and step, one after the other")
-        if self._guidance and len(next(iter(record.arguments.values()))) == 2 * len(asked.prompts):
-            # Z-Image calls its network without a caption too, unless its guidance is 0.
+        if self._guidance and (
+            record.predicted is None or len(next(iter(record.arguments.values()))) == 2 * len(asked.prompts)
+        ):
+            # Z-Image and Krea 2 call their network without a caption too, unless their guidance is 0.
             self._guidance = 0.0
             return self.record(asked, digit)
+        if record.noise is None or record.predicted is None or len(record.times) < 2:
+            raise NotTrainableError(f"{self.name} does not draw noise, call its network and step, one after the other")
         return record
 
     def record_digits(self, asked: Asked) -> list[Record]:

@@ -234,6 +234,29 @@ def mochi() -> DiffusionPipeline:
     )  # fmt: skip
 
 
+def krea_2() -> DiffusionPipeline:
+    """It calls its network twice a step, and has pictures without frames from a VAE of videos."""
+    transformer = diffusers.Krea2Transformer2DModel(
+        in_channels=16, num_layers=1, attention_head_dim=8, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, timestep_embed_dim=8, text_hidden_dim=16, num_text_layers=2, text_num_attention_heads=2,
+        text_num_key_value_heads=1, text_intermediate_size=16, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 2, 2), rope_theta=1000.0,
+    )  # fmt: skip
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    return diffusers.Krea2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=qwen_image().vae,
+        text_encoder=transformers.Qwen3VLModel(
+            transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+        ).eval(),
+        tokenizer=qwen_tokenizer(),
+        transformer=transformer,
+        text_encoder_select_layers=(0, 1),
+    )
+
+
 PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
     made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx, stable_diffusion, chroma, z_image)
 }
@@ -242,7 +265,7 @@ PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
 def made(name: str) -> DiffusionPipeline:
     """Returns a tiny pipeline; its values are the same each time."""
     torch.manual_seed(0)
-    return PIPELINES[name]()
+    return (PIPELINES | {"krea_2": krea_2})[name]()
 
 
 def network_of(pipeline: DiffusionPipeline) -> nn.Module:

@@ -18,7 +18,8 @@ SIZE, CAPTIONS = (32, 64), ("a cube", "a big red cube, with a hat")
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*((name, SIZE) for name in PIPELINES), *((name, (9, *SIZE)) for name in ("wan", "ltx"))]
+    ("name", "size"),
+    [*((name, SIZE) for name in (*PIPELINES, "krea_2")), *((name, (9, *SIZE)) for name in ("wan", "ltx"))],
 )
 def test_the_network_gets_what_its_pipeline_gives_it(name: str, size: tuple[int, ...]):
     """In one step from noise of our own; the scheduler then gets what `prediction` returns."""
@@ -48,8 +49,8 @@ def test_the_network_gets_what_its_pipeline_gives_it(name: str, size: tuple[int,
         patch.object(network, "forward", calling),
         patch(f"{module}.randn_tensor", lambda *_, **__: noise),
     ):
-        # Z-Image calls its network once where its guidance is 0.
-        guidance = 0.0 if name == "z_image" else 1.0
+        # These call their network once where their guidance is 0.
+        guidance = 0.0 if name in ("z_image", "krea_2") else 1.0
         pipeline(**recorder.given(Asked(CAPTIONS, size, size), steps=1, guidance=guidance, output_type="latent"))
         positional, keywords = seen["arguments"]
         theirs = inspect.signature(type(network).forward).bind(network, *positional, **keywords).arguments

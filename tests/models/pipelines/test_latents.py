@@ -13,7 +13,8 @@ SIZE = (32, 64)
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*((name, SIZE) for name in PIPELINES), *((name, (9, *SIZE)) for name in ("wan", "ltx"))]
+    ("name", "size"),
+    [*((name, SIZE) for name in (*PIPELINES, "krea_2")), *((name, (9, *SIZE)) for name in ("wan", "ltx"))],
 )
 def test_the_pipeline_decodes_what_was_encoded(name: str, size: tuple[int, ...]):
     pipeline = made(name)
