@@ -45,7 +45,7 @@ def parts_without_values(
     """
     index, parts = read_object(folder / INDEX, "download the pipeline again"), {}
     with without_remarks():
-        for name in (name for name in index if name.startswith(prefixes) and index[name][0] is not None):
+        for name in (name for name in index if name.startswith(prefixes) and isinstance(index[name][0], str)):
             library, kind = index[name]
             made = getattr(importlib.import_module(library), kind)
             hide_bars()

@@ -29,7 +29,7 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.fixture(scope="module", params=PIPELINES)
+@pytest.fixture(scope="module", params=[*PIPELINES, "krea_2"])
 def folder_and_network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     pipeline = made(request.param)
     folder = tmp_path_factory.mktemp(request.param)
