@@ -8,6 +8,7 @@ values go into the parameters that are there, in place, and what does not fit is
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,8 +39,12 @@ from models.weights import (
     read_checkpoint_headers,
 )
 
+logger = logging.getLogger(__name__)
+
 # Buffers that old checkpoints have among the weights; models compute them.
 IGNORED = r"(\.rotary_emb\.inv_freq|(^|\.)position_ids)$"
+# Masks of GPT-2 and its kin, which transformers leaves out too.
+MASKS = re.compile(rf"{IGNORED}|(attn|attention)\.(masked_)?bias$")
 WHOLE_MODEL = "choose the model that it was saved from"
 
 
@@ -87,9 +92,16 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
         FileNotFoundError: `folder` does not exist.
         ValueError: a file cannot be read; a tensor is missing, unknown or quantised, or has another shape; tied
             weights have different values; or a conversion is not possible. The model is unchanged then.
+
+    Warns of tensors that transformers leaves out of such a model.
     """
     distinct_tensors(model.hf)
     matched, conversions, stored, by_name = _checked(model, Path(folder))
+    taken = {*matched, *(source for conversion in conversions for _, source in conversion.sources)}
+    if left_out := [name for name in stored if name not in taken and not MASKS.search(name)]:
+        # A tower for images, or layers that predict several tokens.
+        kind = type(model.hf).__name__
+        logger.warning("%s has %s, which %s lacks: not trained, not exported", folder, first_and_count(left_out), kind)
     read_into(matched, stored)
     for conversion in conversions:
         for name, value in conversion.made(model.hf, lambda source: _read(stored[source].file, source)).items():

@@ -111,8 +111,15 @@ class TestNamesOfFiles:
     @pytest.mark.parametrize(
         ("name", "edit"), [("gpt2", strip), ("llama", age), ("qwen3_tied", twice), ("qwen3_tied", moved)]
     )
-    def test_other_names_of_the_same_tensors_are_known(self, changed, name: str, edit):
+    def test_other_names_of_the_same_tensors_are_known(self, changed, caplog, name: str, edit):
         assert same_state(loaded(name, changed(name, edit)), trained(name))
+        assert not caplog.messages
+
+    def test_tensors_that_transformers_leaves_out_are_told(self, changed, caplog: pytest.LogCaptureFixture):
+        folder = changed("qwen3_next", lambda t: t.update({"mtp.norm.weight": torch.ones(16)}))
+        assert same_state(loaded("qwen3_next", folder), trained("qwen3_next"))
+        (message,) = caplog.messages
+        assert message.endswith(" has mtp.norm.weight, which Qwen3NextForCausalLM lacks: not trained, not exported")
 
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
