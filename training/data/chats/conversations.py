@@ -22,8 +22,10 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assi
 COLUMNS = (
     "messages", "prompt", "completion", "instruction", "input", "output", "system", "tools", "chat_template_kwargs",
 )  # fmt: skip
-# Keys with which other programs leave a turn out of the loss, where they are false: OpenAI's, and two of Axolotl's.
-UNTRAINED = ("weight", "train", "training")
+# Keys with which others leave a turn out of the loss, where they are false: OpenAI's, two of Axolotl's, ms-swift's.
+UNTRAINED = ("weight", "train", "training", "loss")
+# Columns of what a turn is about, in the formats of LLaMA-Factory and of datasets for models of pictures.
+UNREAD = ("image", "images", "videos", "audios")
 LAYOUTS = "messages, or prompt and completion, or instruction and output"
 
 Message = dict[str, Any]
@@ -72,17 +74,18 @@ def conversation_of(row: Mapping[str, Any], columns: Columns, where: str) -> Con
     messages, prompt, completion, instruction, output = (
         columns.value(row, name) for name in ("messages", "prompt", "completion", "instruction", "output")
     )
+    if row.get("label") is False:
+        raise UserError(
+            f"{where}: its label is false, as of a completion that is not wanted (KTO): remove such rows, or the column"
+        )
     given: list[Message] = []
     if messages is not None:
         rest = messages_of(_parsed(messages, "messages", where), "user", where)
     elif prompt is not None and completion is not None:
-        if row.get("label") is False:
-            raise UserError(
-                f"{where}: its label is false, as of a completion that is not wanted (KTO): remove such rows, or the"
-                " column"
-            )
         given, rest = messages_of(prompt, "user", where), messages_of(completion, "assistant", where)
     elif instruction is not None and output is not None:
+        if row.get("history"):
+            raise UserError(f"{where}: has a history, which is not read: write its turns and these as messages")
         more = columns.value(row, "input")
         given = messages_of(f"{instruction}\n\n{more}" if more else instruction, "user", where)
         rest = messages_of(output, "assistant", where)
@@ -102,12 +105,15 @@ def conversation_with(
     """Makes a conversation of `prompt`, `completion` and the row's columns system, tools and chat_template_kwargs.
 
     Raises UserError, beginning with `where`, for a completion without an assistant's turn, or with one that is not to
-    be trained on, and for a column of another type.
+    be trained on, for a column of another type, and for one of UNREAD.
     """
     if not any(message["role"] == "assistant" for message in completion):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in completion)) or "no messages"
         raise UserError(f"{where}: no assistant's turn to train on (it has {roles}): remove the row")
     messages = [*prompt, *completion]
+    for name in UNREAD:
+        if row.get(name):
+            raise UserError(f"{where}: has {name}, which is not read: take rows of text alone, or remove the column")
     for key in UNTRAINED:
         if any(message["role"] == "assistant" and message.get(key) == 0 for message in completion):
             raise UserError(

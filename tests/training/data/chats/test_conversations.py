@@ -87,6 +87,10 @@ def test_system_tools_and_values_of_the_template() -> None:
         ({"messages": []}, r"no assistant's turn to train on \(it has no messages\)"),
         ({"prompt": [USER, ASSISTANT], "completion": [USER]}, "no assistant's turn"),
         ({"prompt": "2 + 2?", "completion": "5", "label": False}, "its label is false, as of a completion that is not"),
+        ({"messages": [USER, ASSISTANT], "label": False}, "its label is false, as of a completion that is not"),
+        ({"messages": [USER, ASSISTANT | {"loss": False}]}, "an assistant's turn whose loss says not to train on it"),
+        ({"messages": [USER, ASSISTANT], "images": ["a.png"]}, "has images, which is not read: take rows of text"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "has a history, which is not read: write its"),
         (
             {"messages": [USER, ASSISTANT | {"weight": 0}]},
             "has an assistant's turn whose weight says not to train on it",
