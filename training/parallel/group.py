@@ -114,7 +114,6 @@ class Group(Ranks):
         self._end_others = end_others
         self._copies: Copies | None = None
         self._sharers: Sharers = NO_SHARERS
-        self._are_dismissed = False
         # The group of the ranks that are the first on their hosts, which have copies of the homes.
         self._firsts: dist.ProcessGroup | None = None
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=messages.exchange_s))
@@ -247,14 +246,9 @@ class Group(Ranks):
         if self._end_others is not None:
             self._end_others()
 
-    def dismiss(self) -> None:
-        if not self._are_dismissed:
-            self._are_dismissed = True
-            self.messages.tell("end")
-
     def close(self) -> None:
         """Tells the other ranks, on rank 0 between steps, that the run is over, and ends the connections."""
-        self.dismiss()
+        self.messages.tell("end")
         self.messages.leave()
 
 

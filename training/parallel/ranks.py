@@ -131,9 +131,6 @@ class Ranks:
     def abandon(self) -> None:
         """Ends the other ranks once one is lost: they would end this process while it saves, and does not answer."""
 
-    def dismiss(self) -> None:
-        """Tells the other ranks, between steps, that the run is over: they give back their memory. Does not wait."""
-
     def check_equal(self, saves: bool) -> None:
         """Raises UserError if the ranks' copies of the model or of the optimizer's states differ.
 

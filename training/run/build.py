@@ -112,8 +112,6 @@ def build(
                 checkpoints=checkpoints,
                 averages=averages,
             )
-            # To give memory back takes long: all ranks do it at the same time.
-            ranks.dismiss()
 
 
 def fill_model(run: PreparedRun, model: nn.Module) -> None:

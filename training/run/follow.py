@@ -104,8 +104,8 @@ def obey(ranks: Group) -> None:
         case ("build", config, invocation, speculation):
             with built(config, invocation, ranks, speculation) as job:
                 carry_out(job, ranks)
-    # Last: it waits for rank 0, which gives its memory back meanwhile.
-    ranks.messages.leave()
+        case ("end",):
+            ranks.messages.leave()
 
 
 def carry_out(job: RankJob, ranks: Group) -> None:
@@ -140,6 +140,7 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 ranks.messages.report(ranks.fingerprints(saves))
             case ("end",):
                 job.optimizer.finish()
+                ranks.messages.leave()
                 return
 
 

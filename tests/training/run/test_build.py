@@ -19,7 +19,6 @@ from offload.weights.streamer import WeightStreamer
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here, signals_as_before
 from training.checkpoints.resuming import Checkpoint
 from training.errors import UserError
-from training.parallel.ranks import Ranks
 from training.run import build as build_module
 from training.run.build import build, build_optimizer, place_states_in_spare_vram
 from training.run.loop import train
@@ -117,21 +116,6 @@ def test_a_host_without_memory_is_one_line_and_gives_the_streams_back(monkeypatc
     with pytest.raises(UserError, match=words):
         run_here(tmp_path, *JOB)
     assert is_free()
-
-
-def test_all_ranks_give_their_memory_back_at_the_same_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    events = []
-
-    class Noting(Ranks):
-        def dismiss(self) -> None:
-            events.append("dismiss")
-
-    detach = WeightStreamer.detach
-    monkeypatch.setattr(WeightStreamer, "detach", lambda self: (events.append("detach"), detach(self)))
-    config, invocation = composed(*JOB, run_dir=tmp_path)
-    with signals_as_before(), build(config, invocation, ranks=Noting()):
-        pass
-    assert events == ["dismiss", "detach"]
 
 
 def test_the_model_is_given_back(tmp_path: Path):

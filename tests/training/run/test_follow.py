@@ -3,10 +3,8 @@
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from tests.training.parallel.conftest import RUN, run_ranks
 from training.errors import UserError
 from training.parallel import group
 from training.parallel.ranks import RankLostError
-from training.run import follow, loop
+from training.run import loop
 
 TWO = ("devices=2", "microbatches=1", "eval.every=null")
 
@@ -60,19 +58,3 @@ def test_torchrun_starts_the_same_run(tmp_path: Path):
     run_here(tmp_path / "one", *RUN, "microbatches=2", "steps=2")
     last = "checkpoints/step-00000002"
     assert content(tmp_path / "two" / last) == content(tmp_path / "one" / last)
-
-
-def test_a_rank_gives_its_memory_back_while_the_first_does(monkeypatch: pytest.MonkeyPatch):
-    """To leave takes until the first leaves as well, which it does when it has given back its own."""
-    events = []
-
-    @contextmanager
-    def built(*_):
-        job = SimpleNamespace(optimizer=SimpleNamespace(finish=lambda: events.append("finish")))
-        yield job
-        events.append("given back")
-
-    monkeypatch.setattr(follow, "built", built)
-    orders = iter([("build", None, None, None), ("end",)])
-    follow.obey(SimpleNamespace(messages=SimpleNamespace(order=orders.__next__, leave=lambda: events.append("leave"))))
-    assert events == ["finish", "given back", "leave"]
