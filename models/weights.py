@@ -134,7 +134,7 @@ def match_tensors(
     if missing:
         advice = "choose the model that it was saved from"
         if missing == ["lm_head.weight"]:
-            advice = "it was saved with a tied head: set tie_word_embeddings=true"
+            advice = f"it was saved with a tied head: {_tying('true')}"
         raise ValueError(f"{path} lacks tensor {first_and_count(missing)}: {advice}")
     if unknown:
         file = stored[unknown[0]].file
@@ -178,9 +178,14 @@ def check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
         for (_, a), (_, b) in zip(tensor_pieces(first, name), tensor_pieces(second, other), strict=True):
             if not torch.equal(a, b):
                 raise ValueError(
-                    f"{stored[other].file}: {name} and {other} differ, but the model has one for both: "
-                    "set tie_word_embeddings=false"
+                    f"{stored[other].file}: {name} and {other} differ, but the model has one for both:"
+                    f" {_tying('false')}"
                 )
+
+
+def _tying(value: str) -> str:
+    key = "tie_word_embeddings"
+    return f"take model.{key}={value}, or with model=hf 'model.overrides={{{key}: {value}}}'"
 
 
 def first_and_count(names: list[str]) -> str:

@@ -184,12 +184,24 @@ def test_tied_model_takes_either_name_or_both_where_they_are_equal(tmp_path):
 
 def test_tied_model_refuses_a_head_of_its_own(tmp_path):
     write_shards(tmp_path, hugging_face_tensors())
-    assert_refused(tmp_path, HEAD, EMBEDDING, "tie_word_embeddings=false", model=make_model(tie_word_embeddings=True))
+    assert_refused(
+        tmp_path,
+        HEAD,
+        EMBEDDING,
+        "model.overrides={tie_word_embeddings: false}",
+        model=make_model(tie_word_embeddings=True),
+    )
 
 
 def test_untied_model_refuses_a_tied_checkpoint(tmp_path):
     save_weights(make_model(tie_word_embeddings=True), tmp_path / "tied")
-    assert_refused(tmp_path / "tied", tmp_path, HEAD, "tie_word_embeddings=true")
+    assert_refused(
+        tmp_path / "tied",
+        tmp_path,
+        HEAD,
+        "take model.tie_word_embeddings=true",
+        "model.overrides={tie_word_embeddings: true}",
+    )
 
 
 @pytest.mark.parametrize(
