@@ -188,6 +188,7 @@ def test_tied_model_refuses_a_head_of_its_own(tmp_path):
         tmp_path,
         HEAD,
         EMBEDDING,
+        "take model.tie_word_embeddings=false",
         "model.overrides={tie_word_embeddings: false}",
         model=make_model(tie_word_embeddings=True),
     )
