@@ -166,9 +166,11 @@ def test_gradients_that_would_not_be_summed_are_an_error(misuse: Callable, messa
 
 
 @pytest.mark.usefixtures("links")
-@pytest.mark.parametrize("takes_norms", [False, True])
-@pytest.mark.parametrize("form", [{}, {"state_dtype": "int8", "master": "stochastic"}], ids=str)
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    ("hosts", "form", "takes_norms"),
+    [(1, {}, True), (1, {"state_dtype": "int8", "master": "stochastic"}, False), (2, {}, False)],
+    ids=str,
+)
 @pytest.mark.parametrize(("name", "count", "dtype", "device_share"), EARLY, ids=str)
 def test_released_sums_are_those_that_are_kept(
     name: str, count: int, dtype: torch.dtype, device_share: int, hosts: int, form: dict[str, str], takes_norms: bool
