@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -47,6 +49,6 @@ def test_a_vae_of_another_size_is_refused():
 def test_a_vae_that_encodes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
     vae = made("sd3").vae
     # As that of Allegro.
-    monkeypatch.setattr(vae, "encode", lambda _: exec("raise NotImplementedError('not without tiling')"))
+    monkeypatch.setattr(vae, "encode", Mock(side_effect=NotImplementedError("not without tiling")))
     with pytest.raises(NotTrainableError, match=r"^AutoencoderKL: not without tiling$"):
         encoded(vae, torch.zeros(3, *SIZE), (4, 16, 32))
