@@ -19,7 +19,7 @@ from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
-from offload.optimizer.shared_states import shared_state_bytes
+from offload.optimizer.states import shared_state_bytes
 from offload.sharing.gather_filler import GatherFiller
 from offload.sharing.slices import cut_for_sharers, slices_of, updated_elements
 from offload.speculation.trials import Speculation

@@ -27,7 +27,7 @@ LAUNCHING = ("cuda",)
 # The most elements that are updated together, with up to 25 bytes of scratch each. Updates of larger parameters take
 # longer than their calls, and would only be slowed down by copies.
 TILE = 1 << 22
-FLOATS = (torch.float32, torch.bfloat16)
+FLOATS = {torch.float32, torch.bfloat16}
 
 State = dict[str, Tensor]
 
@@ -107,29 +107,23 @@ def in_two(claims: Iterable[Claim], is_placed: Callable[[Tensor], bool]) -> tupl
     """
     claims, alone, together = list(claims), [], []
     for claim in claims:
-        parameter, gradient = claim.parameter, claim.gradient
+        parameter, gradient, format = claim.parameter, claim.gradient, claim.format
         fits = (
             parameter.device.type in LAUNCHING
-            and _share_calls(claim.format, parameter.dtype, gradient.dtype)
+            and {parameter.dtype, gradient.dtype} <= FLOATS
+            and format.moment_dtype != torch.uint8
+            and (parameter.dtype == torch.float32 or format.master_dtype(parameter.dtype) is not None)
             and 0 < parameter.numel() <= TILE
             and parameter.is_contiguous()
             and gradient.is_contiguous()
         )
         (together if fits and not is_placed(parameter) else alone).append(claim)
-    # The second of two that share memory is updated from what the first has become.
-    if together and _share_memory([claim.parameter for claim in claims]):
-        return claims, []
+    if together:
+        # The second of two that share memory is updated from what the first has become.
+        spans = sorted([(claim.parameter.data_ptr(), claim.parameter.nbytes) for claim in claims])
+        if any(start + size > following for (start, size), (following, _) in pairwise(spans)):
+            return claims, []
     return alone, together
-
-
-def _share_calls(format: StateFormat, weight: torch.dtype, gradient: torch.dtype) -> bool:
-    has_noise = weight == torch.bfloat16 and format.master_dtype(weight) is None
-    return not has_noise and format.moment_dtype != torch.uint8 and weight in FLOATS and gradient in FLOATS
-
-
-def _share_memory(parameters: list[Tensor]) -> bool:
-    spans = sorted([(parameter.data_ptr(), parameter.nbytes) for parameter in parameters])
-    return any(start + size > following for (start, size), (following, _) in pairwise(spans))
 
 
 def update_together(

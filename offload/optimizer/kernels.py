@@ -7,7 +7,7 @@ of `triton_kernel`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -158,27 +158,6 @@ def fused_adamw_(
             tails[number].copy_(padded[number][:left])
 
 
-class FusedUpdate:
-    """torch's fused kernel, tile by tile, with scratch of a tile for each operand that is not float32.
-
-    `threads` are the cores that it may use on the host; None leaves the number to torch.
-    """
-
-    name = "fused"
-
-    def __init__(self, threads: int | None = None):
-        self._threads = threads
-
-    @torch.no_grad()
-    def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
-        on_host = operands.weight.device.type == "cpu"
-        tile = HOST_TILE if on_host else DEVICE_TILE
-        scratch = _Scratch(operands.weight.device)
-        with torch_threads(self._threads if on_host else None):
-            for piece in operands.split(tile):
-                _update_tile(piece, scratch, step, hyperparameters, scale)
-
-
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
     """Runs torch's operations of the calling thread on `count` threads in the block; None changes nothing.
@@ -197,66 +176,67 @@ def torch_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Scratch:
-    """float32 tiles, one for each operand, made at its first use. No later piece is longer than the first."""
+class FusedUpdate:
+    """torch's fused kernel, tile by tile, with scratch of a tile for each operand that is not float32.
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._tiles: dict[str, Tensor] = {}
+    `threads` are the cores that it may use on the host; None leaves the number to torch.
+    """
 
-    def tile(self, name: str, size: int) -> Tensor:
-        if name not in self._tiles:
-            self._tiles[name] = torch.empty(size, dtype=torch.float32, device=self._device)
-        return self._tiles[name][:size]
+    name = "fused"
 
-    def float32(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns the values of `tensor` in float32, in memory that may be overwritten."""
-        return self.tile(name, tensor.numel()).copy_(tensor)
+    def __init__(self, threads: int | None = None):
+        self._threads = threads
+
+    @torch.no_grad()
+    def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
+        device, tiles = operands.weight.device, {}
+
+        def scratch(name: str, like: Tensor) -> Tensor:
+            """Returns float32 memory of the length of `like`; no later piece is longer than the first."""
+            if name not in tiles:
+                tiles[name] = torch.empty(like.numel(), dtype=torch.float32, device=device)
+            return tiles[name][: like.numel()]
+
+        on_host = device.type == "cpu"
+        with torch_threads(self._threads if on_host else None):
+            for piece in operands.split(HOST_TILE if on_host else DEVICE_TILE):
+                _update_tile(piece, scratch, step, hyperparameters, scale)
 
 
 def _update_tile(
-    piece: Operands, scratch: _Scratch, step: Tensor, hyperparameters: HyperParameters, scale: float
+    piece: Operands,
+    scratch: Callable[[str, Tensor], Tensor],
+    step: Tensor,
+    hyperparameters: HyperParameters,
+    scale: float,
 ) -> None:
-    gradient = piece.gradient
+    weight, gradient, master = piece.weight, piece.gradient, piece.master
     if gradient.dtype != torch.float32 or scale != 1:
-        gradient = scratch.float32("gradient", gradient)
+        gradient = scratch("gradient", gradient).copy_(gradient)
     if scale != 1:
         gradient.mul_(scale)
-    master = _read_master(piece, scratch)
-    exp_avg = _read_moment(piece.exp_avg, piece.exp_avg_scale, True, "exp_avg", scratch)
-    exp_avg_sq = _read_moment(piece.exp_avg_sq, piece.exp_avg_sq_scale, False, "exp_avg_sq", scratch)
-    fused_adamw_(master, gradient, exp_avg, exp_avg_sq, step, hyperparameters)
-    _write_moment(exp_avg, piece.exp_avg, piece.exp_avg_scale, True)
-    _write_moment(exp_avg_sq, piece.exp_avg_sq, piece.exp_avg_sq_scale, False)
-    if piece.takes_noise:
-        noise = noise_of(noise_key(piece.seed, step), piece.start, piece.weight.numel())
-        round_stochastically(master, noise, piece.weight)
-    elif piece.master is not None and piece.master.dtype == torch.int16:
-        split(master, piece.weight, piece.master)
-    elif piece.master is not None:
-        round_weights(master, piece.weight)
-
-
-def _read_master(piece: Operands, scratch: _Scratch) -> Tensor:
-    """Returns the master in float32: the operand itself, or scratch."""
-    weight, master = piece.weight, piece.master
     if master is None:
-        return scratch.float32("master", weight) if piece.takes_noise else weight
-    if master.dtype == torch.float32:
-        return master
-    return join(weight, master, scratch.tile("master", weight.numel()))
-
-
-def _read_moment(stored: Tensor, scales: Tensor | None, signed: bool, name: str, scratch: _Scratch) -> Tensor:
-    if stored.dtype == torch.float32:
-        return stored
-    if scales is None:
-        return scratch.float32(name, stored)
-    return dequantise(stored, scales, signed, scratch.tile(name, stored.numel()))
-
-
-def _write_moment(values: Tensor, stored: Tensor, scales: Tensor | None, signed: bool) -> None:
-    if scales is not None:
-        quantise(values, stored, scales, signed)
-    elif stored.dtype != torch.float32:
-        stored.copy_(values)
+        value = scratch("master", weight).copy_(weight) if piece.takes_noise else weight
+    else:
+        value = master if master.dtype == torch.float32 else join(weight, master, scratch("master", weight))
+    # Stored numbers, their scales, and whether they are signed.
+    moments = (piece.exp_avg, piece.exp_avg_scale, True), (piece.exp_avg_sq, piece.exp_avg_sq_scale, False)
+    values = []
+    for stored, scales, signed in moments:
+        if scales is not None:
+            values.append(dequantise(stored, scales, signed, scratch(f"moment {signed}", stored)))
+        else:
+            is_whole = stored.dtype == torch.float32
+            values.append(stored if is_whole else scratch(f"moment {signed}", stored).copy_(stored))
+    fused_adamw_(value, gradient, *values, step, hyperparameters)
+    for (stored, scales, signed), new in zip(moments, values, strict=True):
+        if scales is not None:
+            quantise(new, stored, scales, signed)
+        elif stored is not new:
+            stored.copy_(new)
+    if piece.takes_noise:
+        round_stochastically(value, noise_of(noise_key(piece.seed, step), piece.start, weight.numel()), weight)
+    elif master is not None and master.dtype == torch.int16:
+        split(value, weight, master)
+    elif master is not None:
+        round_weights(value, weight)

@@ -81,11 +81,12 @@ class NativeUpdate:
         self._other = FusedUpdate(threads)
 
     def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
-        function = self._function_for(operands)
-        if function is None:
+        if not self._library.supports(operands):
             self._other(operands, step, hyperparameters, scale)
             return
-        function(
+        tensors, scalars = [ctypes.c_void_p] * 7, [ctypes.c_float] * 8
+        arguments = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int32, *tensors, *scalars]
+        self._library.function("adamw", operands, arguments)(
             operands.weight.numel(),
             operands.start,
             self._threads,
@@ -94,13 +95,6 @@ class NativeUpdate:
             scale,
             *factors(hyperparameters, step),
         )
-
-    def _function_for(self, operands: Operands) -> ctypes._CFuncPtr | None:
-        if not self._library.supports(operands):
-            return None
-        tensors, scalars = [ctypes.c_void_p] * 7, [ctypes.c_float] * 8
-        arguments = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int32, *tensors, *scalars]
-        return self._library.function("adamw", operands, arguments)
 
 
 def addresses(operands: Operands, *names: str) -> list[int | None]:

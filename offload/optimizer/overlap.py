@@ -6,6 +6,7 @@ into the next forward. Streaming waits for it before the unit is copied in again
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -53,6 +54,8 @@ class Overlap(Updates):
         self._units = streamer.cut.units
         self._order = streamer.prefetcher.access_order
         self._worker = UpdateWorker(streamer.transfer.streams)
+        # At exit, too: a process that ends would stop the thread inside an update, and abort.
+        weakref.finalize(self, self._worker.close)
         optimizer.leave_cores(BUSY_CORES if self.early else LAUNCHING_CORES)
         self._device = self._placed(device_share)
         self._hooks = [

@@ -199,7 +199,7 @@ def _paced(at_once: bool) -> Iterator[None]:
         if not at_once:
             gate.clear()
         done = offer(self, *arguments, **options)
-        while at_once and not all(update.done.is_set() for updates in self._updates.values() for update in updates):
+        while at_once and not all(done.is_set() for ends in self._ends.values() for done in ends):
             time.sleep(0.001)
         return done
 

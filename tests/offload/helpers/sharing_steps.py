@@ -19,7 +19,7 @@ from offload.streams.stream_checker import CheckedStreams
 from offload.streams.transfer import Counters
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers
-from tests.offload.helpers.updates import host_adamw, is_busy, states_of
+from tests.offload.helpers.updates import host_adamw, states_of
 from training.run.loop import clip_scale, gradient_norm
 
 PLENTY = 1 << 24
@@ -64,7 +64,7 @@ class Sharer:
 
     def wait_for_worker(self) -> None:
         overlap = getattr(self.attached, "_overlap", None)
-        while overlap is not None and is_busy(overlap._worker):
+        while overlap is not None and overlap._worker.is_busy:
             time.sleep(0.0005)
 
     def update(self, step: int) -> float:

@@ -144,16 +144,11 @@ def decides_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = SpeculativeOverlap._settle
 
     def settle_later(self, unit, decision) -> None:
-        while is_busy(self._worker):
+        while self._worker.is_busy:
             time.sleep(0.001)
         settle(self, unit, decision)
 
     monkeypatch.setattr(SpeculativeOverlap, "_settle", settle_later)
-
-
-def is_busy(worker: UpdateWorker) -> bool:
-    """True if the worker has updates left, landed or not."""
-    return bool(worker._queue.coming or worker._queue.landed)
 
 
 def sleepy(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> list[str]:

@@ -161,8 +161,7 @@ def test_a_step_that_failed_leaves_no_parameter_out_of_the_next(monkeypatch: pyt
     weights, expected = parameters(), parameters()
     optimizer = HostAdamW(weights, **SETTINGS, threads=1)
     give_gradients(weights, 0)
-    own = optimizer.states._own
-    prepare = own.prepare
+    prepare = optimizer.states._prepare
 
     def full(parameter: nn.Parameter, state: dict) -> None:
         if parameter is weights[0]:
@@ -170,7 +169,7 @@ def test_a_step_that_failed_leaves_no_parameter_out_of_the_next(monkeypatch: pyt
         prepare(parameter, state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(own, "prepare", full)
+        patch.setattr(optimizer.states, "_prepare", full)
         with pytest.raises(MemoryError):
             optimizer.step()
     optimizer.step()

@@ -13,7 +13,6 @@ from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.speculation.trials import Speculation, mark_of
 from offload.streams.registry import acquire, release
-from tests.offload.helpers.updates import is_busy
 
 TRIALS = {"early": False, "speculation": Speculation(1e9, 1 << 22)}
 DEFERRED = {"early": False}
@@ -45,7 +44,7 @@ def train(
                 attached.accumulate([lambda: scaler.scale(model(inputs).square().mean() * factor)])  # noqa: B023
             if overlap is not None:
                 # The trials are made, before anybody writes.
-                while is_busy(attached._overlap._worker):
+                while attached._overlap._worker.is_busy:
                     time.sleep(0.001)
             end(optimizer, scaler)
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ import torch
 from offload.optimizer import native_kernel
 from offload.optimizer.formats import BLOCK, StateFormat, dynamic_map, midpoints
 from offload.optimizer.kernels import FusedUpdate, Operands
-from offload.optimizer.native_kernel import NativeUpdate, begin_compiling, native_library
+from offload.optimizer.native_kernel import NativeLibrary, NativeUpdate, begin_compiling, native_library
 from tests import ROOT
 from tests.offload.helpers.kernels import (
     COMPACT,
@@ -122,10 +122,10 @@ def test_other_operands_go_to_the_fused_kernel():
 def test_python_goes_on_while_the_native_kernel_computes(monkeypatch: pytest.MonkeyPatch):
     kernel, on = native(COMPACT, threads=1), operands(1 << 20)
     state, seen, deadline = ["outside"], threading.Event(), time.monotonic() + 120
-    function_for = kernel._function_for
+    function_for = NativeLibrary.function
 
-    def noted(operands: Operands):
-        function = function_for(operands)
+    def noted(*given):
+        function = function_for(*given)
 
         def call(*arguments) -> None:
             state[0] = "inside"
@@ -139,7 +139,7 @@ def test_python_goes_on_while_the_native_kernel_computes(monkeypatch: pytest.Mon
             kernel(on, torch.ones(()), SETTINGS)
         state[0] = "ended"
 
-    monkeypatch.setattr(kernel, "_function_for", noted)
+    monkeypatch.setattr(NativeLibrary, "function", noted)
     # No thread is made to hand Python's lock over: this one finds the kernel at work only if that releases the lock.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(600)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.shared_states import SharedStates, part_of
+from offload.optimizer.states import States, part_of
 from offload.sharing.sharers import NO_SHARERS, meet
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -181,7 +181,8 @@ def test_scales_are_those_of_the_blocks():
 
 def test_bytes_are_those_of_the_slices_with_copies_of_their_weights():
     weight, nothing = (nn.Parameter(torch.zeros(600, dtype=torch.bfloat16)) for _ in range(2))
-    shared = SharedStates({weight: PARTS, nothing: []}, StateFormat(), NO_SHARERS)
+    shared = States(StateFormat(), {})
+    shared.share({weight: PARTS, nothing: []}, NO_SHARERS)
     # Two moments in float32, 16 bits of the master and the weight, and a count for each slice.
-    assert shared.bytes_to_place(weight) == 344 * (4 + 4 + 2 + 2) + 2 * 4
-    assert shared.bytes_to_place(nothing) == 0
+    assert shared.bytes_to_place([weight]) == 344 * (4 + 4 + 2 + 2) + 2 * 4
+    assert shared.bytes_to_place([nothing]) == 0

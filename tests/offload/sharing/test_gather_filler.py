@@ -11,7 +11,7 @@ import torch
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import AttachOptions
-from offload.optimizer import shared_states
+from offload.optimizer import states
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
 from offload.sharing.shared_memory import PagesAhead, SharedMemory
@@ -180,13 +180,13 @@ def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
 
 @pytest.mark.parametrize("taken", ["int8", "fp32", None])
 def test_the_memory_of_states_is_made_when_the_model_is_attached(taken: str | None, monkeypatch: pytest.MonkeyPatch):
-    made, shared = [], shared_states.share_memory
+    made, shared = [], states.share_memory
 
     def noted(sharers: ThreadSharers, nbytes: int, ahead: PagesAhead | None = None) -> SharedMemory:
         made.append(ahead is not None and ahead.nbytes == nbytes)
         return shared(sharers, nbytes, ahead)
 
-    monkeypatch.setattr(shared_states, "share_memory", noted)
+    monkeypatch.setattr(states, "share_memory", noted)
 
     def work(sharers: ThreadSharers) -> None:
         own = stack()

@@ -15,7 +15,7 @@ from offload.speculation.trials import Speculation
 from offload.speculation.updates import SpeculativeOverlap
 from tests.offload.helpers.kernels import needs_compiler
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs
-from tests.offload.helpers.updates import is_busy, made, one_step, states_of, updating
+from tests.offload.helpers.updates import made, one_step, states_of, updating
 
 pytestmark = [pytest.mark.usefixtures("small"), needs_compiler]
 
@@ -205,7 +205,7 @@ def test_a_change_that_would_be_lost_is_an_error(what: str, how: str):
             one_step(model, attached, step)
             if step == 7:
                 parameter = model.blocks[3].up.weight
-                while is_busy(attached._overlap._worker):
+                while attached._overlap._worker.is_busy:
                     time.sleep(0.001)
                 assert optimizer.state[parameter]["step"] == 8
                 changed = parameter.grad if what == "gradient" else parameter
