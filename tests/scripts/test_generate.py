@@ -13,7 +13,7 @@ from tests.scripts.conftest import called
 from tests.training.helpers.in_process import TINY_RUN, composed, conf_initialised, run_here, saved_run
 from tests.training.helpers.pretrained_folder import save_pretrained
 from training.config.modes import mode_options
-from training.runs import invocation, repeat
+from training.runs import invocation
 from training.runs.directory import RunDirectory
 from training.visible_text import visible_lines
 
@@ -33,9 +33,8 @@ def test_the_text_is_the_same_in_every_mode(
     asked = (run, "def main(", "--tokens", "8", "--temperature", "3", "--seed", "5")
     assert called(monkeypatch, generate, *asked) == 0
     text = capsys.readouterr().out
-    for module in (invocation, repeat):
-        # From here on conf/ is read once, not twice for each mode.
-        monkeypatch.setattr(module, "initialize_config_dir", lambda *folder, **version: conf_initialised())
+    # From here on conf/ is read once, not twice for each mode.
+    monkeypatch.setattr(invocation, "initialize_config_dir", lambda *folder, **version: conf_initialised())
     assert text.startswith("def main(")
     assert all(line.isprintable() for line in text.split("\n"))
     for offload in mode_options():

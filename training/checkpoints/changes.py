@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from training.config.adapter import has_adapter
 from training.errors import UserError
-from training.runs.bounded_files import parse_yaml
+from training.runs.bounded_files import leaves_of, parse_yaml
 from training.visible_text import shortened
 
 logger = logging.getLogger(__name__)
@@ -109,15 +108,6 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     if values.get("optimizer._target_") in SAME_OPTIMIZER:
         values["optimizer._target_"] = SAME_OPTIMIZER[0]
     return values
-
-
-def leaves_of(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys of nested dictionaries with their values."""
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves_of(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _shown(value: Any) -> str:

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from training.checkpoints.changes import SAME_OPTIMIZER, leaves_of
+from training.checkpoints.changes import SAME_OPTIMIZER
 from training.comparison.runs import Run
 from training.config.declare import AUTO, SETTLED
+from training.runs.bounded_files import leaves_of
 from training.visible_text import shortened
 
 Settings = dict[str, Any]

@@ -92,3 +92,12 @@ def parse_yaml(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UnreadableError("it is not a configuration")
     return values
+
+
+def leaves_of(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys of nested dictionaries with their values."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,10 +1,11 @@
 """The facts of how a run was started. Hydra keeps them in a global; train.py reads it once and passes them on."""
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -41,7 +42,7 @@ class Invocation:
     @property
     def overridden(self) -> set[str]:
         """The keys and groups that the command line sets, without the `+` and `~` that it may write before them."""
-        return set(map(_key, self.overrides))
+        return set(map(key_of, self.overrides))
 
     def refuse_unswept(self) -> None:
         """Raises UserError for an experiment that is a sweep, started without -m and with no key of the sweep."""
@@ -52,7 +53,7 @@ class Invocation:
 
     def composed_with(self, changes: Mapping[str, str]) -> tuple[DictConfig, Self]:
         """Composes the same command, with `changes` in place of its overrides of these keys; raises as `composed`."""
-        overrides = [each for each in self.overrides if _key(each) not in changes]
+        overrides = [each for each in self.overrides if key_of(each) not in changes]
         return self.composed([*overrides, *(f"{key}={value}" for key, value in changes.items())], self.run_dir)
 
     @classmethod
@@ -72,5 +73,18 @@ class Invocation:
         return f"offload={self.choices['offload']} model={self.choices['model']}"
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
+    """Returns the key or group that an override sets."""
     return override.lstrip("+~").partition("=")[0]
+
+
+def quoted(text: object) -> str:
+    """Quotes a text for Hydra's grammar: paths, say, may have spaces, commas and equal signs."""
+    return "'" + str(text).replace("'", "\\'") + "'"
+
+
+def written(value: Any) -> str:
+    """Returns a value that was read as text, or a list of such, in the form that the command line takes."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return value if re.fullmatch(r"[\w.+/%-]+", value) else quoted(value)

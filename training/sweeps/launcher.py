@@ -36,6 +36,7 @@ from training.runs.bounded_files import UnreadableError, parse_yaml
 from training.runs.checkpoint_files import DamagedError, read_config
 from training.runs.directory import has_records, holds_results, refuse_program_folder
 from training.runs.files import CONSOLE_FILE, WANDB_FOLDER
+from training.runs.invocation import quoted
 from training.runs.signals import PARENT_VARIABLE, once_per_request, signals_not_ignored
 from training.runs.starting import INTERRUPTED
 from training.sweeps.job import SweepJob, announce, following, print_ended, summary_in, title_of
@@ -166,8 +167,8 @@ class ProcessLauncher(Launcher):
             *(override for override in given if not override.lstrip("+").startswith(REPLACED)),
             *job.overrides,
             "hydra.mode=RUN",
-            f"hydra.run.dir={_quote(job.directory)}",
-            f"hydra.sweep.dir={_quote(hydra.sweep.dir)}",
+            f"hydra.run.dir={quoted(job.directory)}",
+            f"hydra.sweep.dir={quoted(hydra.sweep.dir)}",
             f"hydra.job.num={job.number}",
             f"hydra.job.id={job.number}",
         ]
@@ -303,8 +304,3 @@ def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:
     if not_run := [job.number for job in jobs if job.exit_status is None and not job.queued]:
         print(f"not run, because the sweep was interrupted: {', '.join(map(str, not_run))}")
     sys.stdout.flush()
-
-
-def _quote(path: str | Path) -> str:
-    """Quotes a path for Hydra's override grammar: paths may have spaces, commas and equal signs."""
-    return "'" + str(path).replace("'", "\\'") + "'"
