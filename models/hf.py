@@ -26,6 +26,7 @@ from models.hf_initialise import initialise_hf
 from models.hf_packed import (
     STARTS,
     Packing,
+    most_packed,
     most_positions,
     one_sequence_a_row,
     packed_rows,
@@ -121,14 +122,14 @@ class CausalLanguageModel(TransformersModel):
     `output_router_logits=true`, as in transformers, and then the logits are stored. By default it is off.
 
     There is no attention mask: every position sees all earlier ones of its row, or of its sample in packed rows.
-    `most_positions` are the most tokens of a row, None for any number.
+    `most_positions` are the most tokens of a row, `most_packed` those of a packed row, None for any number.
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
         # Mllama has embeddings of tokens that it cannot predict.
         self.vocab_size = min(model.get_input_embeddings().num_embeddings, _predicted_tokens(model))
-        self.most_positions = most_positions(model)
+        self.most_positions, self.most_packed = most_positions(model), most_packed(model)
         self._plain_head = use_plain_head(model)
         if self.balances_experts and getattr(model.base_model, "_can_record_outputs", None):
             # Else each forward of a plan would add hooks, and a run have its experts' logits several times.

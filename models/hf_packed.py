@@ -190,6 +190,15 @@ def most_positions(model: nn.Module) -> int | None:
     return min((*trained, *computed), default=None)
 
 
+def most_packed(model: PreTrainedModel) -> int | None:
+    """Returns the most tokens of a packed row, None for any number: some attention counts along the whole row."""
+    config = model.config.get_text_config()
+    if getattr(config, "attn_temperature_tuning", False):
+        # Llama 4 scales the queries from this position on.
+        return config.floor_scale - 1
+    return config.max_position_embeddings if config.model_type == "gpt_neo" else None
+
+
 def _other_rows(table: nn.Embedding) -> int:
     """Returns the number of rows that are no positions of a text: those before the first stand for padding."""
     after_padding = 0 if table.padding_idx is None else table.padding_idx + 1

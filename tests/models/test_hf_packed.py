@@ -10,7 +10,17 @@ from transformers.masking_utils import create_causal_mask, create_chunked_causal
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import hf, hf_packed
-from models.hf_packed import SDPA, STARTS, Packing, mask_of, most_positions, one_sequence_a_row, packed_rows, starts_for
+from models.hf_packed import (
+    SDPA,
+    STARTS,
+    Packing,
+    mask_of,
+    most_packed,
+    most_positions,
+    one_sequence_a_row,
+    packed_rows,
+    starts_for,
+)
 from models.packed_attention import bounds_of, positions_in
 from offload.planning.meta_kernels import fused_kernels
 from tests.models.helpers.hf_models import GROUPED, LANGUAGE, MODELS, SINGLE, VOCABULARY, batch, build_hf, task_of, tiny
@@ -85,6 +95,26 @@ def test_alibi_is_refused():
     with torch.device("meta"):
         model = build_hf("falcon", "causal_lm", {**MODELS["falcon"][1], "alibi": True})
     assert "alibi" in model.why_not_packed
+
+
+@pytest.mark.parametrize("scale", [12, 13])
+def test_rows_in_which_llama4_scales_its_queries_are_longer_than_most_packed(scale: int):
+    values = {**GROUPED, "head_dim": 4, "num_local_experts": 2, "intermediate_size_mlp": 16, "floor_scale": scale}
+    values |= {"attn_temperature_tuning": True, "attn_scale": 9.0, "no_rope_layers": [0, 0]}
+    model = build_hf("llama4_text", "causal_lm", values)
+    model.initialise(0)
+    model = far_from_uniform(model)
+    with torch.no_grad():
+        differs = not torch.allclose(packed_losses(model), losses_alone(model), atol=1e-5)
+    assert most_packed(model.hf) == model.most_packed == scale - 1
+    assert differs == (SEGMENTS.shape[1] > model.most_packed)
+
+
+def test_packed_rows_of_gpt_neo_are_at_most_as_long_as_its_mask():
+    with torch.device("meta"):
+        model = build_hf("gpt_neo", "causal_lm", {"num_layers": 1, "attention_types": [[["global"], 1]]})
+        assert build_hf("llama", "causal_lm", GROUPED).most_packed is None
+    assert model.most_packed == 2048
 
 
 @pytest.mark.parametrize("source", ["roberta", "xlm-roberta"])

@@ -79,6 +79,11 @@ class CausalLM(Task):
             raise UserError(
                 f"dataset.packed=true: the model takes no packed rows, because {why}: take dataset.packed=false"
             )
+        elif (most := getattr(model, "most_packed", None)) is not None and config.seq_len > most:
+            raise UserError(
+                f"dataset.packed=true: packed rows of this model have at most {most} tokens, because its attention"
+                f" counts them: take seq_len={most} or less, or dataset.packed=false"
+            )
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         from training.tasks.text_samples import check_vocabulary, refuse_positions

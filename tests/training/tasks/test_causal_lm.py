@@ -150,6 +150,14 @@ def test_packed_rows_for_a_model_that_takes_none_are_refused_and_the_advice_work
         CausalLM().check_model(composed(*CHAT, "dataset.packed=false")[0], model)
 
 
+def test_packed_rows_that_are_longer_than_a_model_takes_are_refused_and_the_advice_works():
+    model = SimpleNamespace(vocab_size=300, most_packed=15, why_not_packed=None)
+    with pytest.raises(UserError, match=r"^dataset.packed=true: packed rows .* at most 15 tokens.*: take seq_len=15"):
+        CausalLM().check_model(composed(*CHAT, "dataset.packed=true")[0], model)
+    CausalLM().check_model(composed(*CHAT, "dataset.packed=true", "seq_len=15")[0], model)
+    CausalLM().check_model(composed(*CHAT)[0], model)
+
+
 def test_packed_rows_may_be_longer_than_the_positions_of_a_model_but_no_chat_may():
     model = SimpleNamespace(vocab_size=300, most_positions=12, why_not_packed=None)
     config, _ = composed(*CHAT, "dataset.packed=true")
