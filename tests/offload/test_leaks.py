@@ -1,9 +1,11 @@
 """10 steps, and 5 times attach and detach, in every mode: nothing is left behind."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from offload.activations.checkpointing import recompute
 from offload.activations.host_pool import IDLE_STEPS
@@ -14,7 +16,11 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import AttachedShards, ShardOffload
 from offload.modes.tensor_swap import TensorSwap
+from offload.streams import registry
+from offload.streams.registry import Streams
+from offload.torch_private import saved_tensor_hooks
 from tests.offload.helpers.census import assert_given_back, assert_leaves_nothing
+from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, collect, made_model
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.models import Stack, stack_inputs, under
 from tests.offload.helpers.page_locks import FakeRuntime
@@ -123,3 +129,41 @@ def test_attaching_and_detaching_leave_nothing_behind(
             cycle()
 
     assert_leaves_nothing(cycles, objects=CYCLES // 2, resident_bytes=TOLERANCE_BYTES)
+
+
+@pytest.mark.parametrize(("name", "where"), list(zip(MODES, itertools.cycle(["forward", "backward"]), strict=False)))
+@pytest.mark.slow
+def test_a_dropped_mode_unlocks_its_memory_first(
+    name: str, where: str, streams: Streams, monkeypatch: pytest.MonkeyPatch
+):
+    swap_small(monkeypatch)
+    runtime = FakeRuntime()
+    runtime.install_for_the_cpu(monkeypatch)
+    for locked in check_attempts(name, where, streams, attempts=1):
+        assert sum(runtime.ranges.values()) == locked
+        assert runtime.unmapped == []
+    assert ("register" in runtime.calls) == (name in LOCKING)
+
+
+@pytest.mark.parametrize("name", ["layer_stream", "shard_offload", "tensor_swap over bounce_linear"])
+def test_a_dropped_mode_holds_no_streams_and_watches_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    collect()
+    # What modes of other tests, kept by somebody, have left on.
+    before = vars(BackwardCFunction).get("__init__")
+    request.addfinalizer(lambda: before is not None and setattr(BackwardCFunction, "__init__", before))
+    monkeypatch.setattr(saved_tensor_hooks, "_watches", set())
+    monkeypatch.setattr(registry, "_open", {})
+
+    def use() -> None:
+        model, mode = made_model(), MODES[name]()
+        attached = mode.attach(model, registry.acquire("cpu"))
+        with attached.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        assert "__init__" in vars(BackwardCFunction)
+
+    use()
+    collect()
+    assert "__init__" not in vars(BackwardCFunction)
+    assert registry.holders("cpu") == 0

@@ -6,21 +6,24 @@ NaN: then a missing wait shows in the numbers.
 
 import functools
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from offload.files import file_filler
 from offload.memory.host_memory import HostArena
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import Mode
+from offload.modes.mode import AttachOptions, Mode
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.streams import registry
 from offload.streams.transfer import Transfer
 from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, gpu_inputs, make_late
+from tests.offload.helpers.mapped import trained, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, assert_same, same_as_resident, stack_inputs, train, under, with_copy
 
 pytestmark = ON_A_GPU
@@ -200,3 +203,24 @@ def test_backward_runs_in_the_thread_of_the_step(mode):
         loss.register_hook(lambda _: threads.append(threading.get_ident()))
         loss.backward()
     assert threads == [threading.get_ident()]
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+@pytest.mark.parametrize("ring_units", [1, 4])
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "knobs"),
+    [(LayerStream, {"slots": 2, "trained": "device"}), (ShardOffload, {"shards": 3, "trained": "device"})],
+)
+def test_numbers_are_those_of_memory(kind, knobs, direct: bool, ring_units: int, tmp_path: Path, monkeypatch):
+    def model():
+        torch.manual_seed(0)
+        return with_low_rank(Stack(width=64, depth=5))
+
+    expected = trained(model(), kind(**knobs), device="cuda")
+    monkeypatch.setattr(file_filler, "RING_BLOCKS", ring_units)
+    if direct:
+        monkeypatch.setattr(file_filler, "free_host_bytes", lambda: 0)
+    mapped = model()
+    mode, options = kind(source="mapped", **knobs), AttachOptions(spans=write_frozen(mapped, tmp_path))
+    assert_same(trained(mapped, mode, device="cuda", options=options), expected)
