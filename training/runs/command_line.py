@@ -1,6 +1,5 @@
 """The command line before Hydra reads it: what is written as for other programs is refused, `repeat=` is replaced."""
 
-import argparse
 import re
 from collections.abc import Sequence
 from itertools import takewhile
@@ -9,19 +8,18 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 
 from training.config.modes import is_group
 from training.errors import UserError
 from training.runs.compose_errors import SWITCHES, as_text, in_shell
 from training.runs.files import CHOICES_FILE, CONFIG_FILE, home_expanded
+from training.runs.invocation import quoted, refuse_unnamed
 from training.runs.repeat import repeated
 
 # The directory of a run or a sweep in a home directory, whose `~` Hydra takes in quotes alone.
 IN_HOME = re.compile(r"(\+{0,2}hydra\.(?:run|sweep)\.dir)=(['\"]?)(~[\w.-]*)((?:/[^'\"]*)?)\2")
-# A list for a group, of which Hydra would merge the options.
-SEVERAL_OPTIONS = re.compile(r"\+{0,2}([\w/]+)(?:@[\w.]+)?=\[.*", re.DOTALL)
 
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
@@ -29,7 +27,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make a folder `~`.
     Raises UserError for an unknown flag, a value of several words without quotes, a run's directory given as a folder
-    of options, a list of options in place of one, `~NAME` if there is no user NAME, and a run that cannot be repeated.
+    of options, a group's option that is no name, `~NAME` if there is no user NAME, and a run that cannot be repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
@@ -39,16 +37,17 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         raise UserError(f"{flag}: unknown flag: keys have no dashes: write {_as_override(flag, arguments)}")
     overrides = [*options.overrides, *unknown]
     _refuse_split_values(overrides)
-    _refuse_run_directories(options)
-    for several in filter(None, map(SEVERAL_OPTIONS.fullmatch, overrides)):
-        if is_group(group := several[1]):
+    for flag, value in (("--config-dir", options.config_dir), ("--config-path", options.config_path)):
+        if value is not None and all((Path(value) / name).is_file() for name in (CONFIG_FILE, CHOICES_FILE)):
             raise UserError(
-                f"{several[0]}: must be the name of one option, {group}=NAME; for a run of each: -m {group}=NAME,NAME"
+                f"{flag} {value}: its {CONFIG_FILE} is that of a run, and would be ignored: write repeat={value}"
             )
+    refuse_unnamed(overrides)
     expanded = [_home_expanded(override) for override in repeated(overrides, options.config_dir)]
-    if options.multirun:
-        expanded = _left_to_the_jobs(expanded)
-    return [*_without(arguments, overrides), *expanded]
+    flags = list(arguments)
+    for override in overrides:
+        flags.remove(override)
+    return [*flags, *(_left_to_the_jobs(expanded) if options.multirun else expanded)]
 
 
 def _refuse(message: str) -> NoReturn:
@@ -81,12 +80,10 @@ def _as_override(flag: str, arguments: Sequence[str]) -> str:
 
 
 def _home_expanded(override: str) -> str:
-    found = IN_HOME.fullmatch(override)
-    if not found:
+    if not (found := IN_HOME.fullmatch(override)):
         return override
     key, _, home, behind = found.groups()
-    home = str(home_expanded(key.lstrip("+"), home)).replace("'", "\\'")
-    return f"{key}='{home}{behind}'"
+    return f"{key}={quoted(str(home_expanded(key.lstrip('+'), home)) + behind)}"
 
 
 def _left_to_the_jobs(overrides: Sequence[str]) -> list[str]:
@@ -98,45 +95,15 @@ def _left_to_the_jobs(overrides: Sequence[str]) -> list[str]:
     it.
     """
     parser = OverridesParser.create()
+    left = []
     try:
         parsed = parser.parse_overrides(list(overrides))
+        for each in parsed:
+            key, _, value = each.input_line.partition("=")
+            of_jobs = each.type == OverrideType.CHANGE and "." in key and value and not key.startswith("hydra.")
+            left.append(f"{key}=choice({value})" if of_jobs and not each.is_sweep_override() else each.input_line)
+        parser.parse_overrides(left)
     except HydraException:
         return list(overrides)
-    if not any(each.is_sweep_override() and is_group(each.key_or_group) for each in parsed):
-        return list(overrides)
-    return [
-        _as_a_sweep(each, parser)
-        if each.type == OverrideType.CHANGE and not each.is_sweep_override() and "." in each.key_or_group
-        else each.input_line
-        for each in parsed
-    ]
-
-
-def _as_a_sweep(override: Override, parser: OverridesParser) -> str:
-    key, _, value = override.input_line.partition("=")
-    if key.startswith("hydra."):
-        return override.input_line
-    try:
-        parser.parse_override(f"{key}=choice({value})")
-    except HydraException:
-        return override.input_line
-    return f"{key}=choice({value})"
-
-
-def _without(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    flags, left = [], list(overrides)
-    for argument in arguments:
-        if left and argument == left[0]:
-            left.pop(0)
-        else:
-            flags.append(argument)
-    return flags
-
-
-def _refuse_run_directories(options: argparse.Namespace) -> None:
-    """Raises UserError if Hydra is to compose from the directory of a run, whose config.yaml would have no effect."""
-    for flag, value in (("--config-dir", options.config_dir), ("--config-path", options.config_path)):
-        if value is not None and all((Path(value) / name).is_file() for name in (CONFIG_FILE, CHOICES_FILE)):
-            raise UserError(
-                f"{flag} {value}: its {CONFIG_FILE} is that of a run, and would be ignored: write repeat={value}"
-            )
+    swept = any(each.is_sweep_override() and is_group(each.key_or_group) for each in parsed)
+    return left if swept else list(overrides)

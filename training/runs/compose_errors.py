@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
 
 import hydra._internal.utils
@@ -13,19 +12,36 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from training.config.modes import is_group, options_of
 from training.config.unknown_keys import HERE, options_with, unknown_key
 from training.errors import UserError
 from training.runs.failures import FAILED, print_failure
 from training.visible_text import visible
 
-# OmegaConf's names of types, and the words for them here.
+# What Hydra says, and what is said in its place.
+OF_HYDRA = {
+    r"Multiple values for ([^ ]+)\. .*: (.+)'$": "{0}={1}: the group has an option already: write {0}={1} once,"
+    " without +",
+    r"Could not append to config\. An item is already at '([^']+)'": "+{0}: the key is there already: write {0}=VALUE,"
+    " without +",
+    r"Could not delete from config\. '([^']+)' does not exist": "~{0}: is null or no key: leave it out, or give it a"
+    " value, {0}=VALUE",
+    r"Could not delete '([^=']+)((?:=[^']*)?)'\. No match in the defaults list": "~{0}{1}: is not chosen: choose an"
+    " option, {0}=OPTION",
+}
+# Of OmegaConf, about a key.
+ABOUT_KEY = {
+    ".*does not support deletion": "~{key}: a key cannot be left out: give it a value, {key}=VALUE",
+    ".*is not Optional": "{where}{key}=null: must have a value",
+    ".*is not a ListConfig": "{where}{key}={value}: must be a list, such as [{value}]",
+    "Cannot merge DictConfig with ListConfig$": "{where}{key}: has no list of its own: give its keys, {key}.KEY=VALUE",
+    r"Invalid value '(.*)', expected one of \[(.*)\]$": "{where}{key}={0}: choose from {1}",
+}
+NOT_KEYS = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)")
 OF_ANOTHER_TYPE = re.compile(
     r"Value '(.*)' (?:of type '.*' (?:could not be converted to|is incompatible with type hint)|is not a valid)"
     r" '?([\w\[]+)"
 )
-NOT_KEYS = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)")
-OF_ANOTHER_NAME = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]$")
+# OmegaConf's names of types, and the words for them here.
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "str": "a text"}
 KINDS |= {"Union[int": "a whole number, or auto"}
 KINDS |= dict.fromkeys(("Union[str", "Optional[Union[str"), "bytes, such as 24GiB")
@@ -45,21 +61,19 @@ def run(main: Callable[[], None]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        if refused := _refused_directory(error):
-            error = refused
-        elif is_refusal(error):
+        if is_refusal(error):
             print(f"error: {explain_refusal(error)}", file=sys.stderr)
             sys.exit(FAILED)
-        sys.exit(print_failure(error))
+        sys.exit(print_failure(_refused_directory(error) or error))
 
 
 def _refused_directory(error: BaseException) -> UserError | None:
     """Returns the error for the user if the directory of the run or the sweep, or a file in it, cannot be made."""
     cause: BaseException | None = error
     # The logging library hides the error of its file behind a ValueError.
-    while cause is not None and not (isinstance(cause, OSError) and cause.filename is not None):
+    while isinstance(cause, ValueError):
         cause = cause.__cause__ or cause.__context__
-    if cause is None or not isinstance(error, OSError | ValueError) or cause.errno in (errno.ENOSPC, errno.EDQUOT):
+    if not isinstance(cause, OSError) or cause.filename is None or cause.errno in (errno.ENOSPC, errno.EDQUOT):
         return None
     return UserError(
         f"{cause.filename}: cannot be written ({cause.strerror}): choose a directory that can be, hydra.run.dir=PATH,"
@@ -69,14 +83,9 @@ def _refused_directory(error: BaseException) -> UserError | None:
 
 def is_refusal(error: BaseException) -> bool:
     """Tells whether `error` means that a configuration cannot be composed as it is written."""
-    if isinstance(error, InstantiationException) and isinstance(error.__cause__, UserError):
-        # What a class that an option names told the user.
-        return False
-    if isinstance(error, CompactHydraException | YAMLError):
-        return True
-    # Hydra crashes if a number, null, or a list with null is given in place of an option's name.
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, ValueError | TypeError) and "/hydra/_internal/" in frames[-1].filename
+    # What a class that an option names told the user, is none.
+    told = isinstance(error, InstantiationException) and isinstance(error.__cause__, UserError)
+    return isinstance(error, CompactHydraException | YAMLError) and not told
 
 
 def explain_refusal(error: Exception) -> str:
@@ -85,69 +94,65 @@ def explain_refusal(error: Exception) -> str:
 
 
 def _explained(error: Exception) -> str:
+    # Hydra names the overlay or option that has the key only in the text of its error.
+    text = str(error)
     if isinstance(error, YAMLError):
-        return f"a configuration file is not YAML: {' '.join(str(error).split())}"
-    if not isinstance(error, CompactHydraException):
-        return _unnamed_option(error)
+        return f"a configuration file is not YAML: {' '.join(text.split())}"
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, option = _group_and_option(error.missing_cfg_file)
-        if here := HERE.get(f"{group}={option}"):
-            return f"{group}={option}: there is no such option: write {here}"
-        named = f"; by its name or folder: model=hf model.source={option}" if group == "model" and "/" in option else ""
-        if group == "hardware":
-            named = "; or give the figures of another machine, hardware.vram_gib=N and its like, beside the nearest"
-        return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}{named}"
+        return _no_such_option(error.missing_cfg_file, error.options)
     if isinstance(error, OverrideParseException):
         if error.override in SWITCHES:
             return f"{error.override}: is not KEY=VALUE: write {error.override}=true"
         advice = "put a VALUE with blanks, brackets, letters beyond a-z or other signs between two pairs of quotes"
         form = "KEY=\"'VALUE'\"" if re.search(r"^[^=]*$|=[\[{]", error.override) else as_text(error.override)
         return f"{error.override}: is not KEY=VALUE, without blanks around =; {advice}: {form}"
-    if several := re.match(r"Ambiguous value for argument '(.+)'$", str(error), re.MULTILINE):
-        text = f"; for one text {as_text(several[1])}" if " " in several[1] else ""
-        return f"{several[1]}: several values are a sweep, one run for each: python train.py -m {several[1]}{text}"
-    if twice := re.match(r"Multiple values for ([^ ]+)\. .*: (.+)'$", str(error)):
-        group, option = twice.groups()
-        return f"{group}={option}: the group has an option already: write {group}={option} once, without +"
-    if nested := re.match(r"Could not override '(\w+)@([\w.]+)\.(\w+)'", str(error)):
+    if several := re.match(r"Ambiguous value for argument '(.+)'$", text, re.MULTILINE):
+        one = f"; for one text {as_text(several[1])}" if " " in several[1] else ""
+        return f"{several[1]}: several values are a sweep, one run for each: python train.py -m {several[1]}{one}"
+    if nested := re.match(r"Could not override '(\w+)@([\w.]+)\.(\w+)'", text):
         group, place, name = nested.groups()
         having = options_with(place, name)
         return f"{group}@{place}.{name}: {place}, as chosen, has no such key.{having or ' --help lists its keys'}"
-    if twice := re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error)):
-        return f"+{twice[1]}: the key is there already: write {twice[1]}=VALUE, without +"
-    if absent := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
-        return f"~{absent[1]}: is null or no key: leave it out, or give it a value, {absent[1]}=VALUE"
-    if other := re.match(r"Could not delete '([^=']+)(=[^']*)?'\. No match in the defaults list", str(error)):
-        return f"~{other[1]}{other[2] or ''}: is not chosen: choose an option, {other[1]}=OPTION"
-    cause = _cause(error)
+    for pattern, line in OF_HYDRA.items():
+        if found := re.match(pattern, text):
+            return line.format(*found.groups())
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
     if cause is None or cause.full_key is None:
-        return " ".join(str(error).split())
-    # Hydra names the overlay or option that has the key only in the text of its error.
-    text = str(error)
-    where = text[: text.index("'", 4) + 1] + ": " if text.startswith("In '") else ""
+        return " ".join(text.split())
+    return _about_key(cause, text[: text.index("'", 4) + 1] + ": " if text.startswith("In '") else "")
+
+
+def _no_such_option(missing: str, options: list[str]) -> str:
+    group, _, option = missing.partition("/")
+    if group == "hydra":
+        # A name on the Hub has a slash, as groups of Hydra have.
+        group, _, option = missing.rpartition("/")
+    if here := HERE.get(f"{group}={option}"):
+        return f"{group}={option}: there is no such option: write {here}"
+    named = f"; by its name or folder: model=hf model.source={option}" if group == "model" and "/" in option else ""
+    if group == "hardware":
+        named = "; or give the figures of another machine, hardware.vram_gib=N and its like, beside the nearest"
+    return f"{group}={option}: there is no such option; choose from {', '.join(options)}{named}"
+
+
+def _about_key(cause: OmegaConfBaseException, where: str) -> str:
+    key, message = cause.full_key, cause.msg.partition("\n")[0]
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return where + unknown_key(cause.full_key, cause.parent_node or []) + _for_a_job(error)
-    message = cause.msg.partition("\n")[0]
-    if "does not support deletion" in message:
-        return f"~{cause.full_key}: a key cannot be left out: give it a value, {cause.full_key}=VALUE"
-    if "is not Optional" in message:
-        return f"{where}{cause.full_key}=null: must have a value"
-    if "is not a ListConfig" in message:
-        return f"{where}{cause.full_key}={cause.value}: must be a list, such as [{cause.value}]"
-    if message == "Cannot merge DictConfig with ListConfig":
-        return f"{where}{cause.full_key}: has no list of its own: give its keys, {cause.full_key}.KEY=VALUE"
+        return where + unknown_key(key, cause.parent_node or [])
+    for pattern, line in ABOUT_KEY.items():
+        if found := re.match(pattern, message):
+            return line.format(*found.groups(), key=key, where=where, value=cause.value)
     if not_keys := NOT_KEYS.match(message):
-        keys = ", ".join(f"{cause.full_key}.{name}" for name in _keys_below(cause))
-        if not keys:
-            return f"{where}{cause.full_key}={not_keys[1]}: must have a value"
-        return f"{where}{cause.full_key}={not_keys[1]}: has no value of its own: give one of its keys: {keys}"
-    if of_another_type := OF_ANOTHER_TYPE.match(message):
-        value, kind = of_another_type.groups()
-        return f"{where}{cause.full_key}={value}: must be {KINDS.get(kind, kind)}"
-    if of_another_name := OF_ANOTHER_NAME.match(message):
-        value, names = of_another_name.groups()
-        return f"{where}{cause.full_key}={value}: choose from {names}"
-    return f"{where}{cause.full_key}: {message}"
+        node = cause.parent_node._get_node(cause.key) if isinstance(cause.parent_node, DictConfig) else None
+        names = node if isinstance(node, DictConfig) else []
+        keys = ", ".join(f"{key}.{name}" for name in names)
+        has_none = f"has no value of its own: give one of its keys: {keys}" if keys else "must have a value"
+        return f"{where}{key}={not_keys[1]}: {has_none}"
+    if other := OF_ANOTHER_TYPE.match(message):
+        return f"{where}{key}={other[1]}: must be {KINDS.get(other[2], other[2])}"
+    return f"{where}{key}: {message}"
 
 
 def as_text(override: str) -> str:
@@ -161,45 +166,3 @@ def in_shell(word: str) -> str:
     """Returns a word for the shell, in double quotes."""
     escaped = re.sub(r'([\\"$`])', r"\\\1", word)
     return f'"{escaped}"'
-
-
-def _unnamed_option(error: Exception) -> str:
-    """Returns the line about a number, null, true or a list that was given for the name of an option."""
-    # Hydra's error does not name the override; the frame that raised it has it.
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    override = frame.f_locals.get("override")
-    group = getattr(override, "key_or_group", "")
-    options = options_of(group) if group else []
-    if not options:
-        return f"choose options by name, GROUP=OPTION, such as offload=none ({' '.join(str(error).split())})"
-    return f"{override.input_line}: must be the name of an option: choose from {', '.join(options)}"
-
-
-def _for_a_job(error: Exception) -> str:
-    """Returns which options of a sweep lack a key, as the end of a line: others of its options may have it."""
-    # Hydra's error does not name the job; the frame that composed it does.
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        overrides = frame.f_locals.get("sweep_overrides", []) if frame.f_code.co_name == "load_sweep_config" else []
-        if options := [each for each in overrides if is_group(each.partition("=")[0])]:
-            return (
-                f". Of the sweep, {' '.join(options)} lacks it, so no job was started: sweep over options that have it"
-            )
-    return ""
-
-
-def _group_and_option(missing: str) -> tuple[str, str]:
-    """Splits the path of an option that does not exist. A name on the Hub has a slash, as groups of Hydra have."""
-    group, _, option = missing.partition("/")
-    return (group, option) if group != "hydra" else missing.rpartition("/")[::2]
-
-
-def _keys_below(cause: OmegaConfBaseException) -> list[str]:
-    """Returns the keys of the node that a value was given to in place of them."""
-    node = cause.parent_node._get_node(cause.key) if isinstance(cause.parent_node, DictConfig) else None
-    return [str(name) for name in node] if isinstance(node, DictConfig) else []
-
-
-def _cause(error: BaseException) -> OmegaConfBaseException | None:
-    while error is not None and not isinstance(error, OmegaConfBaseException):
-        error = error.__cause__ or error.__context__
-    return error

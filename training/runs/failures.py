@@ -16,7 +16,6 @@ from hydra.errors import InstantiationException
 
 from training.errors import UserError
 from training.runs import starting
-from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
 from training.runs.records import write_summary
@@ -69,9 +68,6 @@ def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
         if signal.SIGINT in handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(exit_status)
-    finally:
-        if directory.taken:
-            note_failures()
 
 
 def _record(error: BaseException, run_dir: Path) -> None:

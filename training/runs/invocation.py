@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -10,9 +10,11 @@ from typing import Any, Self
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from training.config.modes import CONF
+from training.config.modes import CONF, is_group, options_of
 from training.errors import UserError
 
 
@@ -58,7 +60,8 @@ class Invocation:
 
     @classmethod
     def composed(cls, overrides: Sequence[str], run_dir: Path = Path()) -> tuple[DictConfig, Self]:
-        """Composes a configuration; returns it and its invocation. Raises Hydra's and OmegaConf's errors."""
+        """Composes a configuration; returns it and its invocation. Raises Hydra's, OmegaConf's errors and UserError."""
+        refuse_unnamed(overrides)
         inside = GlobalHydra.instance().is_initialized()
         with nullcontext() if inside else initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("config", list(overrides), return_hydra_config=True)
@@ -71,6 +74,19 @@ class Invocation:
     def title(self) -> str:
         """The options that a reader wants to see first: those of the offload mode and the model."""
         return f"offload={self.choices['offload']} model={self.choices['model']}"
+
+
+def refuse_unnamed(overrides: Sequence[str]) -> None:
+    """Raises UserError for a number, true or a list in place of an option's name: Hydra crashes at it, or merges it."""
+    for text in overrides:
+        # What cannot be parsed is explained when Hydra refuses it.
+        with suppress(HydraException):
+            each = OverridesParser.create().parse_override(text)
+            if is_group(each.key_or_group) and not (
+                each.is_sweep_override() or each.value() is None or isinstance(each.value(), str)
+            ):
+                options = ", ".join(options_of(each.key_or_group))
+                raise UserError(f"{text}: must be the name of one option: choose from {options}")
 
 
 def key_of(override: str) -> str:

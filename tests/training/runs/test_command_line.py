@@ -13,6 +13,7 @@ from hydra.types import RunMode
 from tests.training.helpers.in_process import CONF
 from training.errors import UserError
 from training.runs.command_line import for_hydra
+from training.runs.invocation import Invocation
 
 
 def test_overrides_stand_behind_the_flags():
@@ -67,11 +68,22 @@ def test_the_directory_of_a_run_has_no_options(tmp_path: Path, flag: str):
         for_hydra([flag, str(tmp_path), "--config-name", "config"])
 
 
-@pytest.mark.parametrize("override", ["offload=[none]", "+model=[tiny,gpt2]", "offload@offload.weights=[none]"])
-def test_a_group_takes_one_option(override: str):
-    """Hydra would merge those of a list, and a run asks for the name."""
-    with pytest.raises(UserError, match=rf"^{re.escape(override)}: must be the name of one option, \w+=NAME; for "):
-        for_hydra(["steps=1", override])
+@pytest.mark.parametrize(
+    ("override", "options"),
+    [
+        ("offload=[none]", "bounce_linear, "),
+        ("offload=3", "bounce_linear, "),
+        ("+model=[tiny,gpt2]", "diffusers, "),
+        ("offload@offload.weights=[none,null]", "bounce_linear, "),
+        ("tracking=false", "auto, disabled, offline, online"),
+    ],
+)
+def test_a_group_takes_the_name_of_one_option(override: str, options: str):
+    """Hydra would merge those of a list, and crash at the others."""
+    for take in (for_hydra, Invocation.composed):
+        with pytest.raises(UserError) as refused:
+            take(["steps=1", override])
+        assert str(refused.value).startswith(f"{override}: must be the name of one option: choose from {options}")
     assert for_hydra(["dataset.files=[a.txt]"]) == ["dataset.files=[a.txt]"]
 
 

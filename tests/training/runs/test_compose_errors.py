@@ -52,12 +52,6 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("lr=0.1", "lr: unknown key. Did you mean optimizer.lr?"),
         ("step=3", "step: unknown key. Did you mean steps?"),
         ("seed=1,2", "seed=1,2: several values are a sweep, one run for each: python train.py -m seed=1,2"),
-        ("offload=3", "offload=3: must be the name of an option: choose from bounce_linear, "),
-        ("offload=[none,null]", "choose options by name, GROUP=OPTION, such as offload=none ("),
-        (
-            "tracking=false",
-            "tracking=false: must be the name of an option: choose from auto, disabled, offline, online",
-        ),
         ("model=Qwen/Qwen3-8B", "model=Qwen/Qwen3-8B: there is no such option; choose from diffusers, "),
         ("hydra/launcher=slurm", "hydra/launcher=slurm: there is no such option; choose from basic, process, "),
         ("eval=[1]", "eval: has no list of its own: give its keys, eval.KEY=VALUE"),
@@ -80,12 +74,10 @@ def test_a_refusal_is_one_line(override: str, line: str):
     assert "\n" not in explain_refusal(caught.value)
 
 
-def test_an_option_of_a_sweep_that_lacks_a_key_of_the_others_is_named(tmp_path: Path):
+def test_an_option_of_a_sweep_that_lacks_a_key_of_the_others_starts_no_job(tmp_path: Path):
     ended = command_here("-m", "offload=layer_stream,none", "offload.slots=2", f"hydra.sweep.dir={tmp_path}")
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: offload.slots: unknown key. Options that have it: offload=")
-    lacks = "offload=none lacks it, so no job was started: sweep over options that have it\n"
-    assert ended.stderr.endswith(f". Of the sweep, {lacks}")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
