@@ -1,21 +1,13 @@
 """The comparison's page: one HTML file that needs no network, no script and no other file."""
 
-from __future__ import annotations
-
 import base64
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape as html_escape
-from pathlib import Path
 
 from training.comparison.rows import EQUAL, REFERENCE, Row
 from training.comparison.table import MISSING, NOTE, WORDS, cells, explanations
-from training.errors import UserError
-from training.runs.bounded_files import UnreadableError, read_bytes
-from training.runs.files import LOSS_FIGURE, MEMORY_FIGURE, SAMPLES_FILE, SAMPLES_FOLDER, TIME_FIGURE
-from training.runs.records import stream_metrics
-from training.visible_text import shortened, visible, visible_lines
+from training.runs.files import LOSS_FIGURE, MEMORY_FIGURE, TIME_FIGURE
+from training.visible_text import visible
 
 CAPTIONS = {
     MEMORY_FIGURE: "Step time against peak memory. The Pareto front joins the runs that no other beats in both, without"
@@ -27,8 +19,6 @@ CAPTIONS = {
 FINE = ("ok", "stopped", "planned", "running")
 # Machines, versions and dates that the page lists of each; it counts further ones.
 NAMED = 4
-# The most that the page shows of a sample: characters of its text, bytes of its picture.
-LONGEST_TEXT, LARGEST_PICTURE = 2000, 4 << 20
 STYLE = """
 body { margin: 2rem auto; max-width: 1400px; padding: 0 1rem; color: #1f2328; font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; }
@@ -43,7 +33,6 @@ th { border-bottom: 2px solid #d1d9e0; vertical-align: bottom; white-space: norm
 .good { color: #1a7f37; font-weight: 600; }
 .bad { color: #cf222e; font-weight: 600; }
 figure { margin: 2rem 0; }
-pre { max-width: 100ch; white-space: pre-wrap; overflow-wrap: anywhere; }
 figure img { display: block; width: 100%; max-width: 800px; height: auto; }
 /* On a phone the figures come before the table. */
 @media (max-width: 700px) { main { display: flex; flex-direction: column; } .table { order: 1; } }
@@ -87,7 +76,6 @@ def to_html(rows: Sequence[Row], figures: dict[str, bytes], title: str, common: 
 </div>
 <div>
 {newline.join(_figure(png, CAPTIONS[file.partition(".")[0]]) for file, png in figures.items())}
-{newline.join(_sample(sample, names) for sample, names in last_samples(rows).items())}
 </div>
 </main>
 <h2>Runs</h2>
@@ -136,13 +124,6 @@ def _figure(png: bytes, caption: str) -> str:
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _sample(sample: LastSample, names: Sequence[str]) -> str:
-    made = f"{', '.join(names)}: {'equal samples' if names[1:] else 'a sample'} after step {sample.step}"
-    if sample.picture is not None:
-        return _figure(sample.picture, f"{made}. {sample.text}")
-    return f"<figure><pre>{html_escape(sample.text)}</pre><figcaption>{escape(made)}</figcaption></figure>"
-
-
 def _commands(row: Row) -> str:
     runs = [
         (f"<code>{escape(run.command)}</code> in " if run.command else "")
@@ -150,34 +131,3 @@ def _commands(row: Row) -> str:
         for run in row.runs
     ]
     return f"<li>{escape(row.name)}: {'<br>'.join(runs)}</li>"
-
-
-@dataclass(frozen=True)
-class LastSample:
-    """A text, or a caption with its picture (a PNG file), that a run made after `step` steps."""
-
-    step: int
-    text: str
-    picture: bytes | None
-
-
-def last_samples(rows: Sequence[Row]) -> dict[LastSample, list[str]]:
-    """Returns the last sample of the first run of each row, with the names of the rows that made it."""
-    found: dict[LastSample, list[str]] = {}
-    for row in rows:
-        sample = _last_of(row.measured[0].directory)
-        if sample is not None:
-            found.setdefault(sample, []).append(row.name)
-    return found
-
-
-def _last_of(directory: Path) -> LastSample | None:
-    """Returns the last sample of the run in `directory`; None if it has none, or its file is damaged."""
-    try:
-        (record,) = deque(stream_metrics(directory, SAMPLES_FILE), maxlen=1)
-        step, name = int(record["train/step"]), record.get("picture")
-        text = str(record["caption" if name else "text"])
-        picture = read_bytes(directory / SAMPLES_FOLDER / Path(str(name)).name, LARGEST_PICTURE) if name else None
-    except (UserError, UnreadableError, OSError, ValueError, KeyError, TypeError):
-        return None
-    return LastSample(step, visible_lines(shortened(text, LONGEST_TEXT)), picture)
