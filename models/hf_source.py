@@ -253,7 +253,8 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
         if given in DECIDED:
             raise _RefusedError(f"{path}{given}={value!r}: cannot be given, because {DECIDED[given]}")
         if given not in known:
-            raise _RefusedError(f"{path}{given}={value!r}: {found.model_type} has no such key{_nearest(given, known)}")
+            nearest = _nearest(ROPE if given == OLD_ROPE else given, known)
+            raise _RefusedError(f"{path}{given}={value!r}: {found.model_type} has no such key{nearest}")
         # One name for each value, so that a file's hidden_size and an override's n_embd are not both there.
         key = found.attribute_map.get(given, given)
         for alias in (other for other, name in found.attribute_map.items() if name == key):

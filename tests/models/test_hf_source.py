@@ -152,6 +152,7 @@ class TestOverrides:
             ({"num_hidden_layers": 2.5}, "qwen3: .*num_hidden_layers"),
             ({"tie_word_embeddings": 1}, "tie_word_embeddings=1: must be bool"),
             ({"rope_parameters": 5}, "rope_parameters=5: must be dict"),
+            ({"rope_scaling": {"factor": 2}}, "qwen3 has no such key; near to it: rope_parameters"),
             ({"use_cache": True}, "use_cache=True: cannot be given, because training keeps no"),
             ({"is_decoder": False}, "is_decoder=False: cannot be given"),
             ({"dtype": "bfloat16"}, "the precision of the run decides"),
