@@ -38,9 +38,8 @@ import torch
 from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import Outcome, SpanRecord
 from offload.memory.host_memory import ALIGNMENT_BYTES
-from offload.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
 from offload.streams.registry import Stream
-from offload.streams.transfer import Transfer
+from offload.streams.transfer import DeferredFrees, PendingFree, StashedTensors, Transfer
 from offload.torch_private.saved_tensor_hooks import Kept, check_version
 from offload.torch_private.torch_internals import StorageWeakRef, storage_of
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from offload.microbatches.lockstep import Lockstep, Threads
 from offload.streams.registry import Streams
 from offload.torch_private.buffer_states import NOTHING, copied, get, put
+from offload.torch_private.module_contexts import SideBySideError
 from offload.torch_private.recomputed_blocks import BlockAttributes, RandomState, buffers_of, look_again
-from offload.torch_private.threads import SideBySideError
 from offload.torch_private.torch_internals import sequence_number, set_sequence_number
 
 # Autograd gives the nodes that accumulate gradients numbers from here on, so that they run as soon as they can.

@@ -19,9 +19,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.streams.registry import Streams
+from offload.torch_private.module_contexts import SideBySideError, running
 from offload.torch_private.recomputed_blocks import RandomState
 from offload.torch_private.saved_tensor_hooks import active_hooks
-from offload.torch_private.threads import SideBySideError, running
 from offload.torch_private.torch_internals import next_sequence_number
 
 

@@ -28,14 +28,13 @@ from offload.modes.weight_mode import AttachedWeights, WeightMode
 from offload.streams.registry import Streams
 from offload.streams.transfer import Counters
 from offload.torch_private.buffer_states import Place, own_copies
-from offload.torch_private.module_contexts import WrappedForward
+from offload.torch_private.module_contexts import SideBySideError, WrappedForward, running_microbatch
 from offload.torch_private.recomputed_blocks import buffers_here
 from offload.torch_private.tensor_parts import true_bytes
-from offload.torch_private.threads import SideBySideError, running_microbatch
 from offload.torch_private.torch_internals import check_no_transform, has_gradient_hooks
 from offload.weights.footprint import Footprint
 from offload.weights.units.partition import CutPoint
-from offload.weights.windows.resident_shares import ResidentShares
+from offload.weights.windows.stand_ins import ResidentShares
 
 
 def cut_evenly(sizes: Sequence[int], count: int, limit: float = math.inf) -> list[range]:

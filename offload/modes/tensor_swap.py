@@ -19,7 +19,7 @@ from offload.modes.activation_mode import ActivationMode, MovedActivations
 from offload.modes.mode import NO_OPTIONS, AttachOptions
 from offload.streams.registry import Streams
 from offload.streams.transfer import Counters, Telemetry, Transfer
-from offload.torch_private.threads import OneThread
+from offload.torch_private.module_contexts import OneThread
 from offload.torch_private.torch_internals import tree_leaves
 from offload.weights.footprint import Footprint
 

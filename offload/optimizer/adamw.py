@@ -36,9 +36,8 @@ BEGUN = "updates of this step have begun inside backward, without it: let update
 class Deferral(Protocol):
     """Makes some of an optimizer's updates beside the caller.
 
-    `offer_all` claims and starts its updates. `skip` takes back those of this step that it can take back. `finish`
-    waits for its updates, and takes back those of which it is not decided yet whether they count. `follow` is
-    `HostAdamW.follow`.
+    `offer_all` claims and starts them. `skip` takes back those of this step that it can. `finish` waits, and takes back
+    those of which it is not decided whether they count. `follow` is `HostAdamW.follow`.
     """
 
     def offer_all(self, scale: float) -> None: ...
@@ -159,8 +158,8 @@ class HostAdamW(torch.optim.AdamW):
         """Updates every parameter that has a gradient and is not claimed yet, and ends the step.
 
         `closure` computes the loss first, which is returned. Gradients count `scale` times, and without the scale of a
-        GradScaler that calls it. The version counter of each updated parameter rises, which shows that copies of it are
-        outdated. Raises RuntimeError where updates have begun without such a factor.
+        GradScaler that calls it. The version counters of updated parameters rise. Raises RuntimeError where updates
+        have begun without such a factor.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -271,12 +270,11 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the result of `state_dict()`; tensors move to the parameters' devices, and else are shared with it.
+        """Loads the result of `state_dict()`, or of torch's AdamW; tensors that need not move are shared.
 
-        State of torch's own AdamW loads too, and ours loads there. A master that the state lacks, or that torch has
-        carried along, is made at the next update from the parameter: so load the weights before that.
-
-        Raises ValueError for state of another model, or for settings that are not supported; nothing is loaded then.
+        A master that the state lacks, or that torch has carried along, is made at the next update from the parameter:
+        so load the weights before that. Raises ValueError for state of another model, or for settings that are not
+        supported; nothing is loaded then.
         """
         self.finish()
         with loads_states(self, lambda given: states_to_load(given, list(self._members), self.format), self._adopt):

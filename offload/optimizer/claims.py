@@ -65,8 +65,8 @@ def update_elsewhere(
 ) -> Tensor:
     """Updates a state that is not beside its parameter, with `gradient`, which is on the device of the state.
 
-    State and gradient are the whole parameter's, or those of a part that begins with element `start`. Returns the new
-    weight there, in the parameter's dtype. The parameter itself is left as it is.
+    Both are the whole parameter's, or those of a part that begins with element `start`. Returns the new weight there,
+    in the parameter's dtype, and leaves the parameter as it is.
     """
     weight = state.get(WEIGHT)
     if weight is None:
@@ -102,8 +102,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def in_two(claims: Iterable[Claim], is_placed: Callable[[Tensor], bool]) -> tuple[list[Claim], list[Claim]]:
     """Returns the claims of an optimizer to be updated one by one, and those that `update_together` takes.
 
-    The second are of small contiguous parameters of a device, without noise and 8-bit scales, whose states are
-    beside them: `is_placed` tells which are not.
+    These are of small contiguous parameters of a device, without noise and 8-bit scales, and not `is_placed`.
     """
     claims, alone, together = list(claims), [], []
     for claim in claims:
@@ -134,9 +133,8 @@ def update_together(
 ) -> None:
     """Makes these updates of `in_two` with the numbers of `update_in_place`; gradients count `scale` times.
 
-    `begin` counts the updates of parameters of one device and returns their states; `kernel_on` gives its kernel.
-    Parameters share a launch if they are alike in device, dtypes and hyper-parameters, and at most a tile together. A
-    kernel that takes no blocks updates them one by one.
+    `begin` and `kernel_on` are those of the optimizer. Parameters share a launch if they are alike in device, dtypes
+    and hyper-parameters, and at most a tile together. A kernel that takes no blocks updates them one by one.
     """
     groups: dict[tuple[torch.device, torch.dtype, torch.dtype, HyperParameters], list[Claim]] = {}
     for claim in claims:

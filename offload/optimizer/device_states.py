@@ -13,21 +13,18 @@ from torch import Tensor
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.states import some_elements
-from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.registry import Event
-from offload.streams.transfer import Transfer
+from offload.streams.transfer import DeferredFrees, PendingFree, Transfer
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 
 class DeviceStates:
     """The first of `units` whose states by `optimizer` fit in `budget` bytes of the device.
 
-    Their gradients stay on the device until they are updated, besides going to the host unless they are released: 2
-    bytes a parameter more where they are bf16. Updates run on the d2h stream, between the copies, and send the new
-    weights home. A gradient that a hook or the caller changes on the host is left to the optimizer's `step`; autograd's
-    version counter shows such a change, or some elements do (`some_elements`) if it is made after backward through
-    `.data`, NumPy or a GradScaler's `unscale_`. They show weights that are written so, too. The gradient of a parameter
-    that has begun to train since is left to `step` as well: its state is on the host.
+    Their gradients stay on the device until they are updated, besides going to the host unless they are released.
+    Updates run on the d2h stream, between the copies, and send the new weights home. A gradient that is changed on the
+    host is left to the optimizer's `step`: version counters show that, or else some elements (`some_elements`: `.data`,
+    NumPy, a GradScaler's `unscale_`), also of weights. So is that of a parameter that has begun to train since.
     """
 
     def __init__(
@@ -131,8 +128,7 @@ class DeviceStates:
     def before_onload(self, unit: OffloadUnit) -> None:
         """Makes h2d wait for the unit's new weights to be at home.
 
-        Frees the gradients of the unit that came in before it: compute waits for that unit's update anyway, and would
-        wait for others in vain.
+        Frees the gradients of the unit that came in before: compute waits for that unit's update anyway.
         """
         if unit in self._updated:
             self._streams.h2d.wait_event(self._updated[unit])

@@ -143,8 +143,7 @@ def split(values: Tensor, weight: Tensor, remainder: Tensor) -> None:
 def join(weight: Tensor, remainder: Tensor, values: Tensor) -> Tensor:
     """Writes the float32 number of each bfloat16 `weight` and int16 `remainder` into `values`, and returns that.
 
-    A weight of zero whose remainder is negative was written by somebody else since it was split, and counts as zero:
-    the sum would be a NaN.
+    A zero with a negative remainder was written by somebody else, and counts as zero: the sum would be a NaN.
     """
     high, low = weight.view(torch.int16), remainder
     low = torch.where((high & 0x7FFF) == 0, low.clamp_min(0), low)

@@ -117,8 +117,8 @@ class Kind(NamedTuple):
 class CheckedUpdate:
     """`fast` for each kind of operands for which a check on `device` finds the bits of `reference`, else `other`.
 
-    The check is made at the first use of a kind, takes milliseconds beside the compilation of the kernel, and blocks
-    the host until the current stream has made it. An error in it counts as a failed check.
+    The check is made at the first use of a kind, and blocks the host for milliseconds. An error in it is a failed
+    check.
     """
 
     def __init__(self, fast: BlockwiseUpdate, reference: UpdateKernel, other: UpdateKernel, device: torch.device):

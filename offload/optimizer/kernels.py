@@ -104,10 +104,9 @@ class Operands:
 
 
 class UpdateKernel(Protocol):
-    """A kernel: one update of `operands` in place, on the calling thread.
+    """A kernel: one update of `operands` in place, on the calling thread. The gradient counts `scale` times.
 
-    `step` is a float32 scalar on their device that counts this update, the first being 1. The gradient counts `scale`
-    times.
+    `step` is a float32 scalar on their device that counts this update, the first being 1.
     """
 
     name: str
@@ -118,10 +117,9 @@ class UpdateKernel(Protocol):
 
 
 class BlockwiseUpdate(UpdateKernel, Protocol):
-    """A kernel for some operands, which takes a step for each block of elements, too.
+    """A kernel for some operands, whose `step` may have an element for each block of `block` elements.
 
-    Its `step` may have as many elements as the operands have blocks of `block` elements, of which the last may be
-    shorter: the operands may then be those of many parameters without noise, each from the begin of a block on.
+    The operands may then be those of many parameters without noise, each from the begin of a block on.
     """
 
     block: int
@@ -139,9 +137,8 @@ def fused_adamw_(
 ) -> None:
     """Updates a float32 master and its moments, flat, as the kernel under torch.optim.AdamW(fused=True).
 
-    Its wrappers would count a step for each call. On the host torch rounds what is left behind the last whole vector in
-    another way: neither as the C loop does, nor as in a longer range. So it gets whole vectors alone: padded to one,
-    the rest is rounded like the others, whatever the length.
+    Its wrappers would count a step for each call. On the host torch rounds what is left behind the last whole vector
+    neither as the C loop does, nor as in a longer range. So the rest is padded to a vector.
     """
     values = [[each] for each in (master, gradient, exp_avg, exp_avg_sq)]
     left = master.numel() % VECTOR if master.device.type == "cpu" else 0
@@ -162,8 +159,7 @@ def fused_adamw_(
 def torch_threads(count: int | None) -> Iterator[None]:
     """Runs torch's operations of the calling thread on `count` threads in the block; None changes nothing.
 
-    Each thread that calls torch has such a number. Threads that have called it before keep theirs; one that first calls
-    it while the block is open would start with `count`.
+    Threads that have called torch before keep their number; one that first calls it meanwhile would start with `count`.
     """
     before = torch.get_num_threads()
     if count is None or count == before:

@@ -69,8 +69,7 @@ class NativeLibrary:
 class NativeUpdate:
     """The C loop of adamw_kernel.c on `threads` cores, called without Python's lock.
 
-    Operands that it does not support (a device's tensors, float16, other formats than the library's) go to the fused
-    kernel.
+    Operands that the library does not support (a device's, float16, other formats) go to the fused kernel.
     """
 
     name = "native"
@@ -120,10 +119,9 @@ def factors(hyperparameters: HyperParameters, step: Tensor) -> tuple[float, ...]
 
 @functools.cache
 def native_library(format: StateFormat, source: Path = SOURCE, *definitions: str) -> NativeLibrary | None:
-    """Compiles `source` for this processor and these formats and loads it, once a process each.
+    """Compiles `source` for this processor and these formats and loads it, once a process each; None where that fails.
 
-    `definitions` are further options of the compiler. Returns None where that fails. The compiler is $CC, else the
-    first of cc, gcc and clang. Nothing is left on disk.
+    `definitions` are further options of the compiler: $CC, else cc, gcc or clang. Nothing is left on disk.
     """
     compiler = _compiler()
     if compiler is None:
@@ -200,8 +198,8 @@ def _bins(middles: Tensor, sign: int) -> Tensor:
     """Returns for each bin of magnitudes the entry of the map at its beginning and the last number that it is for.
 
     A bin holds the numbers of this sign whose magnitudes begin with the same 16 bits, and at most one of `middles`. The
-    entry is in the upper half of an int32, the low 16 bits of the last number in the lower: all of them, where no
-    midpoint lies in the bin.
+    entry is in the upper half of an int32, in the lower the low 16 bits of the last number, or all where no midpoint
+    is.
     """
     beginnings = (torch.arange(FIRST_BIN, LAST_BIN + 1, dtype=torch.int32) << 16).view(torch.float32)
     entries = torch.bucketize(sign * beginnings, middles, out_int32=True)

@@ -17,9 +17,8 @@ from offload.optimizer.claims import Claim
 from offload.optimizer.device_states import DeviceStates
 from offload.optimizer.kernels import torch_threads
 from offload.optimizer.worker import UnitUpdate, UpdateWorker
-from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal
-from offload.streams.transfer import Counters
+from offload.streams.transfer import Counters, PendingFree
 from offload.torch_private.module_contexts import OwnHook
 from offload.weights.gradients.offloader import RingBlock
 from offload.weights.gradients.seams import Updates
@@ -34,12 +33,10 @@ LAUNCHING_CORES = 1
 class Overlap(Updates):
     """Updates by `optimizer`, for the units of `streamer`, until `close`.
 
-    `device_share` is the number of bytes of states that live on the device; the units that they belong to are updated
-    there, all others on the worker. `early`: a unit's update may begin when its gradients of the last microbatch have
-    landed, if in the step before each landed there once; else the optimizer's `step` starts it. A change to settings (a
-    learning rate set by hand between backward and that `step`) then comes too late for updates that have begun.
-    `state_dict` and `load_state_dict` of the model and the optimizer wait for the updates. Raises RuntimeError for an
-    optimizer that another overlap has.
+    `device_share`: bytes of states that live on the device, whose units are updated there, all others on the worker.
+    `early`: a unit's update may begin when its gradients of the last microbatch have landed, if in the step before each
+    landed there once; a change to settings before `step` then comes too late. `state_dict` and `load_state_dict` of
+    model and optimizer wait for the updates. Raises RuntimeError for an optimizer that another overlap has.
     """
 
     def __init__(self, optimizer: HostAdamW, streamer: WeightStreamer, early: bool, device_share: int = 0):
@@ -78,8 +75,7 @@ class Overlap(Updates):
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step.
 
-        Raises RuntimeError inside `Attached.inference`, where copies in may be reading the weights, and for another
-        scale than 1 where updates have begun without it.
+        Raises RuntimeError inside `Attached.inference`, and for a scale where updates have begun without it.
         """
         self._streamer.check_weights_may_change()
         if scale != 1.0 and self._optimizer.has_begun:

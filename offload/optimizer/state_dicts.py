@@ -69,9 +69,9 @@ def hyperparameters_of(group: dict[str, Any]) -> HyperParameters:
 def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns groups of `params` (parameters or groups of them) in which biases and weights of norms do not decay.
 
-    Those are the parameters of fewer than two dimensions; embeddings decay. Each group with both kinds becomes two, the
-    first with its own weight decay, the second with none. Raises TypeError for a set of parameters, as torch does. What
-    is no tensor stays in the first, for torch to refuse.
+    Those are the parameters of fewer than two dimensions. A group with both kinds becomes two, the second without
+    decay. Raises TypeError for a set of parameters, as torch does. What is no tensor stays in the first, for torch to
+    refuse.
     """
     entries = list(params)
     if entries and not isinstance(entries[0], dict):
@@ -96,11 +96,10 @@ def _dimensions(parameter: Tensor | tuple[str, Tensor]) -> int:
 
 
 def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Returns `state_dict` with every state in the strides of its parameter; `parameters` are in the order of its
-    groups.
+    """Returns `state_dict` with every state in the strides of its parameter; `parameters` are in the order of groups.
 
-    torch's fused kernels walk memory and expect that. States of contiguous parameters are not copied. Copies of weights
-    are left out. torch's AdamW takes no moments in 8 bits: it ends at its first step.
+    torch's fused kernels walk memory and expect that. Copies of weights are left out. torch's AdamW takes no moments in
+    8 bits: it ends at its first step.
     """
     states = {
         index: {name: tensor for name, tensor in state.items() if name != WEIGHT}
@@ -120,8 +119,8 @@ def loads_states(
 ) -> Iterator[None]:
     """In the block torch's `optimizer.load_state_dict` loads the settings alone; `adopt` gets the states.
 
-    They are what `to_load` makes of the state dict that the hooks which run before loading have returned. The hooks for
-    afterwards find them adopted. torch would round float32 state of a bf16 parameter to bf16.
+    They are what `to_load` makes of what the pre-hooks returned; the post-hooks find them adopted. torch would round
+    float32 state of a bf16 parameter to bf16.
     """
     found: dict[Tensor, State] = {}
 
@@ -145,8 +144,7 @@ def states_to_load(
 ) -> dict[Tensor, State]:
     """Returns the states in `state_dict`, of this AdamW in any format or torch's, by parameter, in `format`.
 
-    Raises ValueError where a state is missing, its shape is not that of its parameter, or a setting is not supported,
-    and as `in_format` does.
+    Raises ValueError for a missing state, another shape, or a setting that is not supported, and as `in_format`.
     """
     for group in state_dict["param_groups"]:
         check_settings(group, "the optimizer state to load")
@@ -182,9 +180,8 @@ def moment_names_of(state: Container[str]) -> tuple[str, str]:
 def in_format(state: State, weight: Tensor, format: StateFormat) -> State:
     """Returns a state of another format in `format`; tensors that fit already are the same, without a copy.
 
-    `weight` is the parameter. What makes its master is kept where the format has such a tensor, in this dtype, and else
-    left out: torch's AdamW rounds the master of a parameter to its dtype and does not update it. Raises ValueError
-    where one has moments in 8 bits and the other has not.
+    What makes the master of the parameter `weight` is kept if the format has such a tensor, in this dtype: torch's
+    AdamW rounds it and does not update it. Raises ValueError where one alone has moments in 8 bits.
     """
     found, moments = {"step": state["step"]}, moment_names_of(state)
     if moments != format.moment_names:

@@ -36,11 +36,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class States:
     """The states of an optimizer's parameters, `tensors`: beside these, or on the device where `place` puts them.
 
-    A parameter that was written since its last update counts as it is then. But a weight with a float32 master is
-    overwritten by that, and what another process writes to a shared parameter is not seen.
-
-    Of a parameter that is shared and placed, the states of this process's slices are on the device from the first
-    update on. Those in `tensors` are older then, until `bring_home`.
+    A parameter that was written since its last update counts as it is then, but for one with a float32 master, and for
+    what other processes write to a shared one. Of a parameter that is shared and placed, the states of this process's
+    slices are on the device from the first update on; those in `tensors` are older then, until `bring_home`.
     """
 
     def __init__(self, format: StateFormat, tensors: MutableMapping[Tensor, State]):
@@ -61,10 +59,9 @@ class States:
     ) -> None:
         """Makes this process one of several that update the parameters of `slices`, each in its own ranges of elements.
 
-        The parameters, contiguous and on the host, are the sharers' shared memory, and so are their states from now on.
-        `allocate` makes these, of the pages of `ahead`; each sharer calls it, and waits for the others. Raises
-        RuntimeError where states exist, or have a place on the device, and ValueError for moments in 8 bits where a
-        range does not begin with a block of 256 numbers.
+        The parameters, contiguous and on the host, are shared memory, and so will be their states, which `allocate`
+        makes of the pages of `ahead`; every sharer calls that, and waits. Raises RuntimeError where states exist or are
+        placed, and ValueError for moments in 8 bits where a range does not begin with a block of 256 numbers.
         """
         if self.tensors or not self._placed.keys().isdisjoint(slices):
             raise RuntimeError("states that exist cannot be shared: share the parameters before anything has states")

@@ -11,9 +11,9 @@ device. `NO_SHARERS` is a process by itself.
 Read `sharers` first, then `gather_filler` (how units come in) and `summing` (how gradients leave).
 """
 
-from offload.sharing.buckets import GradientBucket, gradient_buckets, separate_gradients
 from offload.sharing.shared_memory import ExchangeBoard
 from offload.sharing.sharers import NO_SHARERS, OWN_HOMES, SharerLostError, Sharers, meet
+from offload.sharing.slices import GradientBucket, gradient_buckets, separate_gradients
 
 __all__ = [
     "NO_SHARERS",

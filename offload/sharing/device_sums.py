@@ -13,13 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from offload.sharing.buckets import GradientBucket
 from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import Sharers
+from offload.sharing.slices import GradientBucket
 from offload.sharing.sum_memory import SumRing
-from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Points, Streams
-from offload.streams.transfer import Transfer, profiled
+from offload.streams.transfer import PendingFree, Transfer, profiled
 from offload.torch_private.torch_internals import gradient_accumulator
 from offload.weights.gradients.offloader import is_sparse
 
@@ -68,10 +67,9 @@ class _StepBucket:
 class DeviceSums:
     """The gradients of this process that stay on the device, in `buckets`.
 
-    A bucket is summed inside backward when all sharers have all of its gradients. It is trusted to be complete then if
-    each of its gradients landed once in the last microbatch of the step before: reentrant checkpoints deliver that of
-    a weight with several uses in pieces. What is not in `summed` afterwards is left to the caller. `agree` sums what
-    all sharers have: it is called where more is complete than an exchange carries, and no fetch has come.
+    A bucket is summed inside backward when all sharers have all of its gradients: when each has landed, if each landed
+    once in the step before (reentrant checkpoints deliver some in pieces). What is not in `summed` afterwards is left
+    to the caller. `agree` sums what all have: it is called where more is complete than an exchange carries.
     """
 
     def __init__(

@@ -14,12 +14,11 @@ from torch import nn
 
 from offload.memory.device_slots import DeviceSlot
 from offload.memory.host_memory import HostArena
-from offload.sharing.buckets import gradient_buckets
 from offload.sharing.device_sums import DeviceSums
 from offload.sharing.links import links_of
 from offload.sharing.shared_memory import PagesAhead, in_pages, share_memory
 from offload.sharing.sharers import OWN_HOMES, Sharers, meet
-from offload.sharing.slices import check_divisible, slices_of
+from offload.sharing.slices import check_divisible, gradient_buckets, slices_of
 from offload.sharing.sum_memory import SumHome, SumRing, ring_bytes
 from offload.sharing.summing import GradientSum
 from offload.streams.transfer import Counters, Transfer, profiled
@@ -54,9 +53,9 @@ class GatherFiller(Filler):
     ):
         """Every sharer makes one of the same model, and waits for the others.
 
-        `releases`: the sums of gradients go to updates inside backward, and have no homes. Memory for `state_bytes` of
-        the optimizer's states is made beside all that follows; see `take_states`.
-        Raises ValueError for a parameter that cannot be shared, and MemoryError where the host has no room.
+        `releases`: sums of gradients go to updates, and have no homes. Memory for `state_bytes` of the optimizer's
+        states is made beside what follows (`take_states`). Raises ValueError for a parameter that cannot be shared, and
+        MemoryError.
         """
         self._sharers, self._state_bytes, self._releases = sharers, state_bytes, releases
         self.updaters = sharers.count
@@ -200,9 +199,9 @@ class GatherFiller(Filler):
 class Agreement:
     """Agrees with `sharers`, before anything that all do in a step, on what that is, and on the sums that come first.
 
-    Every sharer fetches the same units in the same order. Before each fetch the hosts exchange what they are about to
-    fetch: so sharers whose forwards differ raise a RuntimeError, where they would wait for each other for ever, or take
-    bytes of one unit for those of another. With it goes which of the `gradients` are complete: what all have is summed.
+    Before each fetch the hosts exchange what they are about to fetch, and which of the `gradients` are complete. So
+    sharers whose forwards differ raise a RuntimeError, where they would wait for ever or take bytes of one unit for
+    another's.
     """
 
     def __init__(self, sharers: Sharers, units: Sequence[OffloadUnit]):
@@ -249,10 +248,9 @@ class Agreement:
                 pass
 
     def on_sums(self) -> None:
-        """Sums the gradients that all sharers have now, between two of their fetches.
+        """Sums the gradients that all sharers have now, between two fetches; over several hosts it does nothing.
 
         Not every sharer has to call it, or as often as another: the others repeat the exchange that they have come to.
-        Over several hosts, which exchange in two kinds of circles, it does nothing.
         """
         if self._sharers.hosts == 1:
             self._exchange("a sum of gradients", SUMS_ALONE)
@@ -273,9 +271,8 @@ class Agreement:
     ) -> tuple[list[list[int]], bool] | None:
         """Returns `index` and `fetch` of each sharer, and whether gradients were summed.
 
-        `fetch`: whether it is ahead of the use, whether an update has not ended, and the place of the slot.
-        None where a sharer came for sums alone: what the others came for is to be asked anew, as updates may have
-        begun behind these sums. `everywhere`: with the sharers of all hosts, who sum gradients together.
+        `fetch`: whether it is ahead of the use, whether an update has not ended, and the place of the slot. None where
+        a sharer came for sums alone: all is to be asked anew, as updates may have begun. `everywhere`: with all hosts.
         """
         sharers, own = self._sharers, [index, *fetch]
         sums = everywhere or sharers.hosts == 1

@@ -31,9 +31,8 @@ logger = logging.getLogger(__name__)
 class Addends(NamedTuple):
     """Tensors of this sharer, to each of which the others have one to add.
 
-    `flat` [n] is memory for the sums, which divides into a slice for each sharer; the current stream has waited for
-    what used it before. Where it lies in an allocation, it does so at the same bytes of the same one everywhere.
-    `views` are the places of the tensors in it, each a block of consecutive elements, in the tensor's shape.
+    `flat` [n] is memory for the sums, a slice for each sharer, which the current stream may write; in an allocation, it
+    is at the same bytes of the same one everywhere. `views` are the places of the tensors in it, in their shapes.
     """
 
     flat: torch.Tensor
@@ -49,10 +48,9 @@ class _Piece(NamedTuple):
 
 
 class Links:
-    """Exchanges by the sharers' collectives. Every sharer makes the same calls in the same order.
+    """Exchanges by the sharers' collectives, on the current stream. Every sharer makes the same calls in one order.
 
-    Those that exchange run on the current stream. `sums_own_memory`: what is summed had better lie in memory from
-    `allocate`.
+    `sums_own_memory`: what is summed had better lie in memory from `allocate`.
     """
 
     sums_own_memory = False

@@ -107,8 +107,7 @@ class Peers(ABC):
     def meet(self) -> None:
         """Makes the later work of the current stream wait until those of all sharers have come to the same call.
 
-        On the CPU it blocks the host. Raises SharerLostError for a sharer that is known to have ended or to hang, and
-        RuntimeError after `let_go`.
+        On the CPU it blocks the host. Raises SharerLostError for a sharer that is lost, RuntimeError after `let_go`.
         """
 
     @abstractmethod
@@ -163,12 +162,10 @@ class HostPeers(Peers):
 class CudaPeers(Peers):
     """Those of processes that have a GPU each: they open each other's allocations, and copy engines reach them.
 
-    So the multiprocessors are left to products. A stream that has come to a meeting writes its number for each other,
-    in page-locked memory of the host, and waits until those of all others are there: no host and no kernel waits. (NCCL
-    2.28 and the symmetric memory of PyTorch have copies of this kind, too.) A sharer that ends, or hangs, lets the
-    streams of the others go.
-
-    `agreed` is called with what keeps this process from it, if anything, and raises where any sharer has a problem.
+    So multiprocessors are left to products. A stream that has come to a meeting writes its number for each other in
+    page-locked host memory, and waits for those of all others: no host and no kernel waits. (NCCL 2.28 and PyTorch's
+    symmetric memory have such copies, too.) A thread lets the stream go where a sharer has ended or hangs. `agreed` is
+    called with what keeps this process from it, if anything, and raises where any sharer has a problem.
     """
 
     def __init__(self, sharers: Sharers, streams: Streams, agreed: Callable[[str | None], None]):

@@ -98,11 +98,10 @@ class PagesAhead:
 def share_memory(sharers: Sharers, nbytes: int, ahead: PagesAhead | None = None) -> SharedMemory:
     """Returns `nbytes` of zeros that all sharers map. Every sharer calls it, and waits for the others.
 
-    Each makes the pages of one part, at the same time: the system makes those of one file one after the other. Large
-    parts have huge pages, which take a tenth of the time to make, a quarter to page-lock, and hardly any to give back.
-    `ahead` has made as many bytes already.
-    Raises RuntimeError in one line where a sharer asks for another size, or may not open the file of another, and
-    MemoryError where no addresses are left.
+    Each makes the pages of one part: the system makes those of one file one after the other. Large parts have huge
+    pages, a tenth of the time to make and a quarter to page-lock. `ahead` has made as many bytes already. Raises
+    RuntimeError where a sharer asks for another size, or may not open the file of another, and MemoryError where no
+    addresses are left.
     """
     part, mapped = _sizes(sharers, nbytes)
     with ExitStack() as closing:
@@ -184,13 +183,10 @@ def _map_over(mapping: mmap.mmap, start: int, descriptor: int, offset: int, nbyt
 class ExchangeBoard:
     """Exchanges a few numbers between all `sharers` of a host, who make one at the same time and wait for each other.
 
-    Each process writes its numbers to a row of its own and reads those of the others. That takes microseconds, where
-    messages over sockets take a tenth of a millisecond or more. A row has the number of its exchange and a checksum. So
-    a row that is being written, or whose words arrive in another order, reads as one that is not there yet, on any
-    processor. A row is written again two exchanges later (each process has two). By then all have read it, because each
-    process reads all rows of an exchange before it begins the next.
-
-    Raises SharerLostError, as `Sharers.exchange` does, if one of them does not come.
+    Each process writes to a row of its own and reads those of the others: microseconds, where sockets take a tenth of a
+    millisecond. A row has the number of its exchange and a checksum, so one that is being written, or arrives in
+    another order, reads as not there yet. Each process has two rows in turn: by the time one is written again all have
+    read it. Raises SharerLostError, as `Sharers.exchange` does, if one of them does not come.
     """
 
     def __init__(self, sharers: Sharers):

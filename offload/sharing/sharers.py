@@ -43,9 +43,9 @@ class SharerLostError(RuntimeError):
 class Sharers(Protocol):
     """The processes that share homes. This one is number `rank` of the `count` of its host.
 
-    `first` is the number of its host's first among those of all `hosts`, each of which has `count`. A sharer that does
-    not come for `limit_s` seconds counts as one that hangs. Every method raises an error, SharerLostError where it is
-    known which, for a sharer that has ended or hangs.
+    `first` is the number of its host's first among those of all `hosts`. A sharer that does not come for `limit_s`
+    seconds counts as one that hangs. For one that has ended or hangs, every method raises an error: SharerLostError if
+    known.
     """
 
     rank: int
@@ -78,8 +78,7 @@ class Sharers(Protocol):
     def sum(self, flat: torch.Tensor, what: str) -> None:
         """Makes `flat` (1-D on the device, its length a multiple of `count`) the sum over the sharers of all hosts.
 
-        It is summed in its dtype and in the order of ranks, on the current stream. The host does not wait where the
-        device has streams.
+        In its dtype, in the order of ranks, on the current stream: the host does not wait where the device has streams.
         """
         ...
 
@@ -133,8 +132,7 @@ class Processes:
     def awaited(self, rank: int, read: Callable[[], Found | None], began: float, limit_s: float) -> Found:
         """Blocks the host until `read` returns what sharer `rank` gives, and no longer None; returns that.
 
-        Raises SharerLostError if the process of the sharer has ended, or has given nothing `limit_s` seconds after
-        `began`, a time of `time.monotonic`.
+        Raises SharerLostError where that has ended, or is not there `limit_s` seconds after `began` (`time.monotonic`).
         """
         sleeps_at = time.monotonic() + YIELD_S
         while (found := read()) is None and time.monotonic() < sleeps_at:

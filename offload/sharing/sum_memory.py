@@ -17,8 +17,8 @@ from offload.memory.host_memory import HostArena, aligned
 from offload.sharing.links import Links
 from offload.sharing.sharers import Sharers
 from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, slices_of
-from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Streams
+from offload.streams.transfer import PendingFree
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Sums that have room at once: one that is made, and one that goes home.
@@ -127,10 +127,9 @@ class SumLayout:
 
 
 def ring_bytes(sums: Sequence[int]) -> int:
-    """Returns the bytes of a ring for sums of so many bytes.
+    """Returns the bytes of a ring for sums of so many bytes: room for the largest, and for SUMS_IN_RING usual ones.
 
-    Each has room, and SUMS_IN_RING of the size up to which sums make half of all bytes: an embedding, which may be much
-    larger than a block, comes once in a step.
+    Usual is the size up to which sums make half of all bytes: an embedding, which may be larger, comes once in a step.
     """
     sizes = sorted(map(in_steps, sums))
     upto = list(accumulate(sizes))

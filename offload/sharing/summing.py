@@ -16,9 +16,8 @@ from offload.sharing.device_sums import NOTHING, SUMS_AT_ONCE, DeviceSums, offer
 from offload.sharing.links import Addends, Links
 from offload.sharing.sharers import OWN_HOMES, Sharers
 from offload.sharing.sum_memory import SumHome, SumLayout, SumRing
-from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.registry import Event, Points, Streams
-from offload.streams.transfer import Transfer, profiled
+from offload.streams.transfer import DeferredFrees, PendingFree, Transfer, profiled
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.offloader import l2_norm
 from offload.weights.gradients.seams import Destination
@@ -49,10 +48,9 @@ class GradientSum(Destination):
     """The gradients of this process that are to be summed over `sharers`.
 
     A unit is summed inside backward when all sharers have all of its gradients: they tell each other with the fetches
-    (`GatherFiller`). A gradient that a sharer lacks (of an expert without tokens there) keeps its unit from that. Such
-    a unit goes home alone, to memory of this process, and so do those beyond WAITING_UNITS: the caller sums them. Where
-    the gradients of a unit are final on all sharers, updates may begin behind its sum. `homes` are those of the sums,
-    `on_device` has the gradients of the parameters that stay on the device.
+    (`GatherFiller`). A unit of which a sharer lacks one (of an expert without tokens) goes home alone, as do those
+    beyond WAITING_UNITS: the caller sums them. Where gradients are final on all sharers, updates may begin behind a
+    sum. `homes` are those of the sums, `on_device` has the gradients of what stays on the device.
     """
 
     takes_gradients = True
@@ -160,10 +158,9 @@ class GradientSum(Destination):
         return *offer(units), *self.on_device.offers()
 
     def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
-        """Queues the sums of what all sharers have offered, and the copies of its own slices of units home.
+        """Queues the sums of what all sharers have offered, and the copies of own slices of units home; True if any.
 
-        `offers` has those of each sharer. The order is that of the first, and so the same on all. Returns True if there
-        are any.
+        `offers` has those of each sharer. The order is that of the first, and so the same on all.
         """
         of_units = [theirs[:SUMS_AT_ONCE] for theirs in offers]
         finals = [{number // 2: number % 2 for number in theirs if number != NOTHING} for theirs in of_units]

@@ -13,9 +13,8 @@ from offload.optimizer.claims import Claim
 from offload.optimizer.overlap import Overlap
 from offload.speculation.trials import Attempt, Decision, Speculation, Trials
 from offload.speculation.undo_log import can_be_undone, undo_library
-from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal
-from offload.streams.transfer import Counters
+from offload.streams.transfer import Counters, PendingFree
 from offload.weights.gradients.offloader import RingBlock
 from offload.weights.streamer import WeightStreamer
 from offload.weights.units.unit import OffloadUnit, UnitTensor

@@ -60,11 +60,9 @@ class Footprint:
     ) -> Footprint:
         """Returns the footprint of a cut model that streams through `slots` device slots, and `ring_bytes` from files.
 
-        Gradients on the host have so many rings, one for each process that shares the weights, or none and homes.
-
-        Weights come in for forward and for backward, with recompute once more in between. Units that are still in slots
-        when forward turns to backward are not copied again; their number depends on the order of use, so the traffic in
-        is an upper bound.
+        `gradient_rings`: the processes that share the weights, each with a ring for gradients; 0: gradients have homes.
+        Weights come in for forward and backward, with recompute once more: an upper bound, as some stay in slots at the
+        turn.
         """
         rings = gradient_rings * gradient_ring_bytes(model.units, gradient_rings or 1)
         return cls(
@@ -95,8 +93,7 @@ class Footprint:
     def for_microbatches(self, count: int) -> Footprint:
         """Returns the footprint with the traffic of a step of `count` microbatches.
 
-        Unless the mode is layer-major, weights come in for each microbatch; gradients go out for each, and come back
-        for each but the first, to be added to.
+        Each moves all, and fetches the gradients of the one before to add to, unless the mode is layer-major.
         """
         if self.layer_major:
             return self

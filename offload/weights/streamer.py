@@ -41,10 +41,9 @@ GRADIENT_SLOTS = 2
 class WeightStreamer:
     """A model whose units stream between the host and one device.
 
-    Takes the model over on construction and gives it back with `detach`. `make_filler` makes what brings units home and
-    into slots. Raises what that raises; MemoryError, before anything is allocated, where the host has no room for the
-    units. After an exception the model is as it was found. `releases`: gradients go to updates inside backward, and
-    have no homes (`ReleasedGradients`).
+    Takes the model over on construction, and gives it back with `detach`, or after an error as it was found.
+    `make_filler` makes what brings units home and into slots. Raises what that raises, and MemoryError before anything
+    is allocated. `releases`: gradients go to updates inside backward, and have no homes (`ReleasedGradients`).
     """
 
     def __init__(
@@ -135,13 +134,11 @@ class WeightStreamer:
 
     @contextmanager
     def step(self, norms: bool = False) -> Iterator[None]:
-        """Surrounds the forward and backward passes of one step, of one or of several microbatches.
+        """Surrounds the forward and backward passes of one step, of any number of microbatches. `norms`: take norms.
 
-        `norms`: take the norms of the gradients.
-        Afterwards gradients are readable on the host and no copy is in flight; that holds after an exception too.
-        Raises RuntimeError when updates of the last one have begun inside backward and the optimizer has not ended it,
-        for a parameter that was moved, or was frozen until now, and where more than the update needs a gradient that is
-        released.
+        Afterwards gradients are readable on the host and no copy is in flight, also after an exception. Raises
+        RuntimeError where updates of the last step have begun and it was not ended, for a parameter that was moved, or
+        was frozen until now, and where more than the update needs a gradient that is released.
         """
         self._take_changes()
         self._updates.begin_step()
@@ -163,11 +160,10 @@ class WeightStreamer:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Surrounds forwards without gradients, between which nothing changes the weights: they follow without a gap.
+        """Surrounds forwards without gradients, between which no weight changes: slots keep their units.
 
-        Slots keep their units, and the units that the next forward uses first come in while this one ends. Raises
-        RuntimeError for a parameter that was moved, and for one that was changed inside, where its version counter
-        shows that.
+        The first units of the next forward come in while this one ends. Raises RuntimeError for a parameter that was
+        moved, or changed inside, where its version counter shows that.
         """
         self._take_changes()
         self._in_inference = True
@@ -227,8 +223,8 @@ class WeightStreamer:
     def detach(self) -> None:
         """Gives the model back: its own forwards, tensors where they were found (host memory for meta tensors).
 
-        Tensors with a home in a file stay views of it, copied on write. Raises, after that, the error of an update that
-        nobody has got yet.
+        Those with a home in a file stay views of it, copied on write. At its end raises an error of updates that is
+        new.
         """
         try:
             self._updates.close()

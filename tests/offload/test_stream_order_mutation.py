@@ -28,7 +28,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
-from offload.sharing.buckets import gradient_buckets
+from offload.sharing.slices import gradient_buckets
 from offload.speculation.trials import Speculation
 from offload.streams import registry
 from offload.streams.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, StreamOrderError

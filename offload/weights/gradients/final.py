@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from offload.memory.host_memory import HostArena
-from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Streams
+from offload.streams.transfer import PendingFree
 from offload.torch_private.torch_internals import has_gradient_hooks
 from offload.weights.gradients.offloader import GradientOffloader, GradientRing, gradient_ring_bytes, is_sparse
 from offload.weights.gradients.seams import Updates
@@ -39,17 +39,14 @@ class NotFinalError(RuntimeError):
 
 
 class FinalGradients:
-    """Tells which gradients are final as they land, by what the step before showed.
+    """Tells which gradients are final as they land, by what the step before showed. `all_final`: all are.
 
-    `all_final`: all are from the first step on, where gradients are released.
-
-    Units are trusted in which every tensor trains, every gradient landed once in that step (under reentrant checkpoints
-    a parameter that is used twice gets its gradient in pieces, none of them known to be the last), and no weight was
-    needed after its gradient (as a frozen one may be, or one that is used detached). While `counting` is False, no
+    A unit is trusted if all of it trains, each gradient landed once in that step (reentrant checkpoints deliver some in
+    pieces) and no weight was needed after its gradient (as a detached one may be). While `counting` is False, no
     gradient is final and nothing is learned.
 
-    `take_back`, of `Updates`, undoes the updates that have begun, where that is possible, and else returns False. It is
-    called where a step shows that a gradient was taken for final and is not; no other of that step is final then.
+    `take_back`, of `Updates`, undoes the updates that have begun; False where it cannot. It is called where a gradient
+    was taken for final and is not; no other of that step is final then.
     """
 
     def __init__(self, all_final: bool = False) -> None:
@@ -64,7 +61,12 @@ class FinalGradients:
 
     def begin_step(self, units: Iterable[OffloadUnit]) -> None:
         """Begins a step of these units."""
-        self._trusted = {unit for unit in units if self._all_final or self._was_final(unit)}
+        landed, late = self._landed, self._needed_late
+        self._trusted = {
+            unit
+            for unit in units
+            if self._all_final or (unit not in late and all(landed[tensor] == 1 for tensor in unit.tensors))
+        }
         self._landed.clear()
         self.has_landed = False
         self._needed_late.clear()
@@ -114,9 +116,6 @@ class FinalGradients:
     def _or_keep(self) -> str:
         return f"; or {KEEP}" if self._all_final else ""
 
-    def _was_final(self, unit: OffloadUnit) -> bool:
-        return unit not in self._needed_late and all(self._landed[tensor] == 1 for tensor in unit.tensors)
-
     def _retract(self) -> bool:
         if not self.take_back():
             return False
@@ -127,8 +126,7 @@ class FinalGradients:
 def why_kept(units: Sequence[OffloadUnit], sharers: int = 1) -> str | None:
     """Returns in words why gradients of `units` cannot be released; None if they can.
 
-    Of several `sharers` one may lack the gradient of an expert that none of its tokens has used. That unit is summed
-    after backward.
+    One of several `sharers` may lack the gradient of an expert without tokens: that unit is summed after backward.
     """
     for unit in units:
         if sharers > 1 and (expert := next((t.name for t in unit.trained if OF_AN_EXPERT.search(t.name)), None)):
@@ -227,12 +225,3 @@ class ReleasedGradients:
                 f"{tensor.name} has a gradient already, to which that of the step would be added, and it is released to"
                 f" its update alone: set it to None before the step (optimizer.zero_grad), or {KEEP}"
             )
-
-
-def used_on_host(tensor: UnitTensor) -> NotFinalError:
-    """Returns the error for a loss that adds to a released gradient on the host."""
-    return NotFinalError(
-        f"a loss uses {tensor.name} in host memory, besides the forward that has it on the device, and its gradient is"
-        " released to its update alone",
-        KEEP,
-    )

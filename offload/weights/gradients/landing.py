@@ -15,14 +15,14 @@ from torch import nn
 from offload.memory.host_memory import HostArena
 from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
-from offload.torch_private.threads import SideBySideError
+from offload.torch_private.module_contexts import SideBySideError
 from offload.torch_private.torch_internals import (
     call_after_backward,
     count_references,
     executes_node,
     left_out_of_graphs,
 )
-from offload.weights.gradients.final import FinalGradients, ReleasedGradients, used_on_host
+from offload.weights.gradients.final import KEEP, FinalGradients, NotFinalError, ReleasedGradients
 from offload.weights.gradients.offloader import GradientOffloader, Landing
 from offload.weights.gradients.seams import NO_UPDATES, Destination, Updates
 from offload.weights.units.unit import OffloadUnit, UnitTensor
@@ -31,9 +31,8 @@ from offload.weights.units.unit import OffloadUnit, UnitTensor
 class GradientLanding:
     """The gradients of one attached model's units, in steps and between them.
 
-    `limit_bytes` of them may wait on the device for the bus. `releases`: they go to updates inside backward, and have
-    no homes. An extension may put another `destination` in the place of the homes, for `sharers` processes that divide
-    the updates.
+    `limit_bytes` of them may wait on the device for the bus. `releases`: they go to updates inside backward, without
+    homes. An extension may put another `destination` in the place of homes, for `sharers` that divide the updates.
     """
 
     copy_in: Callable[[OffloadUnit], list[Event]]
@@ -138,8 +137,7 @@ class GradientLanding:
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """Returns the L2 norms of the last step's gradients, if they were taken: float32 scalars on the device.
 
-        Gradients that a hook or the caller has changed since they landed are left out, and so are those that are not
-        whole.
+        Gradients that were changed since they landed, or are not whole, are left out.
         """
         return self.destination.known_norms(self.offloader.norms(self._units))
 
@@ -178,8 +176,12 @@ class GradientLanding:
                 self.land_at_home(unit, tensor, gradient, is_final)
             elif not elsewhere.take(unit, tensor, gradient):
                 self.land_at_home(unit, tensor, gradient, is_final=False)
-            if not (self._in_step and self._will_settle):
-                self._settle_in_time()
+            # Readable when its backward, or the step, returns.
+            if not self._in_step:
+                self.settle()
+            elif not self._will_settle:
+                self._will_settle = True
+                call_after_backward(self._after_backward)
             return None
 
     @left_out_of_graphs
@@ -190,7 +192,11 @@ class GradientLanding:
         """
         with self._lock:
             if self.released is not None:
-                raise used_on_host(tensor)
+                raise NotFinalError(
+                    f"a loss uses {tensor.name} in host memory, besides the forward that has it on the device, and its"
+                    " gradient is released to its update alone",
+                    KEEP,
+                )
             self.destination.check_host_use(unit, tensor)
             self._send()
             slot = tensor.gradient
@@ -245,14 +251,6 @@ class GradientLanding:
         # One with a graph, by `create_graph`, keeps it.
         with torch.set_grad_enabled(gradient.requires_grad):
             return gradient.to("cpu", copy=True) if gradient.device.type == "cuda" else gradient
-
-    def _settle_in_time(self) -> None:
-        """Makes the gradient that has landed readable when its backward, or the step, returns."""
-        if not self._in_step:
-            self.settle()
-        else:
-            self._will_settle = True
-            call_after_backward(self._after_backward)
 
     @left_out_of_graphs
     def _after_backward(self) -> None:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.memory.host_memory import HostBlock, aligned
-from offload.streams.deferred_free import DeferredFrees, PendingFree
 from offload.streams.registry import Signal, Stream, Streams
-from offload.streams.transfer import Transfer
+from offload.streams.transfer import DeferredFrees, PendingFree, Transfer
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
 # Numbers in a sum: the norm of so many is right to 1e-5.
@@ -30,9 +29,8 @@ PIECE = 1 << 12
 def l2_norm(tensor: Tensor) -> Tensor:
     """Returns the L2 norm of a tensor of any shape and floating dtype: a float32 scalar on its device.
 
-    On the CPU it is the norm of the norms of pieces, right to 1e-5 for any number of elements. torch's norm adds all
-    squares in a few float32 sums there, to which the last of many millions are too small: of 131 million numbers the
-    norm is 1.6% too small. Clipping would differ by as much between gradients on the host and on a device.
+    On the CPU it is the norm of the norms of pieces, right to 1e-5. torch's own adds all squares in a few float32 sums
+    there: of 131 million numbers it is 1.6% too small, and clipping would differ as much between host and device.
     """
     tensor = tensor.detach()
     dtype = torch.promote_types(tensor.dtype, torch.float32)
@@ -106,8 +104,7 @@ class GradientOffloader:
     def send(self) -> list[Landing]:
         """Starts the copies home of the gradients that wait; afterwards `tensor.host.grad` is their host memory.
 
-        The bytes are there once `tensor.gradient.landed` is past. Returns them; the device's copies are for `free`, or
-        for somebody who still needs them.
+        The bytes are there once `tensor.gradient.landed` is past. Returns them; the device's copies are for `free`.
         """
         if not self.waiting:
             return []
@@ -182,8 +179,7 @@ class GradientOffloader:
     def _fetch_and_add(self, batch: Sequence[Landing]) -> None:
         """Replaces these gradients by their sums with the earlier ones, made on the d2h stream.
 
-        A sum is in the memory that the earlier gradient was fetched into: what backward has made may be the gradient of
-        another weight as well, and of more to come.
+        A sum is in the memory of the fetched one: what backward has made may be the gradient of other weights as well.
         """
         streams, h2d, d2h = self._streams, self._streams.h2d, self._streams.d2h
         added, made, copies = streams.event(), [landing.leaving for landing in batch], []
@@ -248,9 +244,8 @@ def gradient_ring_bytes(units: Sequence[OffloadUnit], count: int = 1) -> int:
 class RingBlock:
     """The bytes `start` to `end` of the ring, which hold one gradient. `tensor` has the parameter's shape and dtype.
 
-    Where several processes divide the updates, it is 1-D, and has this one's slice.
-
-    `consumed` is set when the update has read it. Whoever sets it then sets `ended`, which all blocks have in common.
+    Where processes divide the updates, it is 1-D, and has this one's slice. `consumed` is set when the update has read
+    it; whoever sets it then sets `ended`, which all blocks have in common.
     """
 
     tensor: torch.Tensor
@@ -267,10 +262,9 @@ class RingBlock:
 class GradientRing:
     """Gives out pieces of `memory` wherever it is free, and takes each back when its update has read it.
 
-    A block that is given out belongs to the caller until it is `lent` to an update. Updates are made in the order in
-    which the next forward uses their units, so those whose gradients land first may come last, and stay. Were memory
-    taken back in the order of landing, all that is free behind them would wait for them, and the device would run dry.
-    `wait_ms` is the time that the host has waited.
+    A block belongs to the caller until it is `lent` to an update. Gradients that land first may be read last, in the
+    order of the next forward: were memory taken back in the order of landing, all behind them would wait, and the
+    device would run dry. `wait_ms`: how long the host has waited.
     """
 
     def __init__(self, memory: HostBlock, streams: Streams):

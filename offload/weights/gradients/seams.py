@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from offload.streams.deferred_free import PendingFree
 from offload.streams.registry import Event, Signal, Streams
-from offload.streams.transfer import Counters
+from offload.streams.transfer import Counters, PendingFree
 from offload.weights.gradients.offloader import RingBlock
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
@@ -55,8 +54,8 @@ class Updates:
     ) -> Signal | None:
         """Called when gradients are final and their copies home queued: updates may begin after the events `after`.
 
-        `released`: where a single one is, if not in `.grad`: on its way to a block of the ring, or kept on the device.
-        Returns what is set when the host has read it; None where the host does not.
+        `released`: where a single one is, if not in `.grad`: on its way to the ring, or kept on the device. Returns
+        what is set when the host has read it; None where the host does not.
         """
         return None
 

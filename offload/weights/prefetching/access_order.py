@@ -14,10 +14,9 @@ _NEVER = (math.inf,)
 class RepeatedOrder:
     """Forecasts uses of units from the last time that the current one was used.
 
-    What came between that time and now is a cycle, which is expected to go on: after the last unit of a forward comes
-    the first of the next. A use that departs from it is looked up anew: where it last came after the same unit as now,
-    else where it was last. So one forward, models that take turns, and any other pattern are known after one round; the
-    idea is that of LZ77 (Ziv and Lempel 1977).
+    What came since then is expected to come again: after the last unit of a forward the first of the next. Another use
+    is looked up where it last came after the same unit as now, else where it was last. So any pattern is known after
+    one round, as in LZ77 (Ziv and Lempel 1977).
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,8 @@ class RepeatedOrder:
         if self._match is not None and self._trace[self._match + 1] == unit:
             self._match += 1
         else:
-            self._match = self._last_place(unit)
+            places = self._places.get(unit)
+            self._match = None if places is None else self._after.get((self._trace[-1], unit), places[-1])
         self._append(unit)
         if len(self._trace) >= 2 * REMEMBERED:
             self._forget()
@@ -70,11 +70,6 @@ class RepeatedOrder:
     def farthest(self, units: Iterable[int]) -> int | None:
         """Returns the one of `units` whose next use is latest, the first of them if nothing is known; None for none."""
         return max(units, key=self.next_use, default=None)
-
-    def _last_place(self, unit: int) -> int | None:
-        if unit not in self._places:
-            return None
-        return self._after.get((self._trace[-1], unit), self._places[unit][-1])
 
     def _append(self, unit: int) -> None:
         place = len(self._trace)

@@ -114,9 +114,8 @@ class Prefetcher:
     def fetch(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
         """Returns the slot that has `unit`, for the current compute stream to read from now on.
 
-        The unit keeps the slot while a window is open on it (`in_window` opens one, `unit.open_windows` counts them),
-        or until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot
-        has a unit in use.
+        The unit keeps it while a window is open on it (`in_window` opens one), or until as many others have been
+        fetched as one operation may read. Raises RuntimeError when every slot has a unit in use.
         """
         if unit is self._latest and not in_window:
             slot = self._slot_of.get(unit)
@@ -144,7 +143,8 @@ class Prefetcher:
             self._recent.append(unit)
         slot = self._slot_of.get(unit)
         by_user = in_window and not unit.open_windows and not (unit.has_begun_updates and is_in_backward())
-        if slot is not None and by_user and self._may_have_changed(unit, slot):
+        # Version counters do not show an update that has begun and not ended, or that was undone.
+        if slot is not None and by_user and (unit.has_begun_updates or slot.source != unit.weights_now()):
             # Its user has changed the weights since: LBFGS or SAM, with the step around all of their passes.
             self.contents.evict(unit)
             slot = None
@@ -164,10 +164,6 @@ class Prefetcher:
             unit.open_windows -= in_window
             raise
         return slot
-
-    def _may_have_changed(self, unit: OffloadUnit, slot: DeviceSlot) -> bool:
-        # Version counters do not show an update that has begun and not ended, or that was undone.
-        return unit.has_begun_updates or slot.source != unit.weights_now()
 
     def try_again(self) -> None:
         """Fetches ahead after a fetch that was put off."""
@@ -190,7 +186,11 @@ class Prefetcher:
             self._recent = deque(recent, maxlen=self._recent.maxlen)
         for unit, slot in retained.items():
             if slot.content is not unit:
-                self._put_back(unit, slot)
+                for other in (unit, slot.content):
+                    if other in self._slot_of:
+                        self.contents.evict(other)
+                self._fill_now(unit, slot)
+                self.fetch(unit)
                 continue
             # A window in the block may have closed on the unit, or the unit may have come in anew. The operation that
             # asked for it before still reads it.
@@ -204,13 +204,6 @@ class Prefetcher:
         if self._filler.follows_uses:
             self._look_ahead()
         self._fetch_ahead(self.contents.slots)
-
-    def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
-        for other in (unit, slot.content):
-            if other in self._slot_of:
-                self.contents.evict(other)
-        self._fill_now(unit, slot)
-        self.fetch(unit)
 
     def _fetch_ahead(self, count: int) -> None:
         self.prefetch_waits = False

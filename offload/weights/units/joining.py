@@ -6,7 +6,7 @@ A copy costs some microseconds to begin, and so do its events, whatever its size
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -47,12 +47,10 @@ class _Run:
 def join_small(model: nn.Module, cut_points: Sequence[CutPoint]) -> list[CutPoint]:
     """Returns the cut points such that units of fewer than `SMALL_BYTES` travel with a neighbour.
 
-    Neighbours follow each other in the module around both, where they are used one after the other, as a rule. Small
-    ones join one another; what is small still joins the unit before, else the one after. The elements of a ModuleList
-    (blocks, experts) join nothing outside of themselves, because they may be used one without the other.
-
-    Units that are all of a module become one at that module, under its name; others are called FIRST to LAST. Raises
-    ValueError as `cut` does.
+    Neighbours follow each other in the module around both. Small ones join one another; what is small still joins the
+    unit before, else the one after. Elements of a ModuleList (blocks, experts) join nothing outside of themselves: they
+    may be used one without the other. Units that are all of a module become one under its name, others are called FIRST
+    to LAST. Raises ValueError as `cut` does.
     """
     units = {unit.name: unit for unit in cut(model, cut_points).units}
     unit_at: dict[nn.Module, OffloadUnit] = {}
@@ -87,27 +85,19 @@ def _runs(module: nn.Module, unit_at: dict[nn.Module, OffloadUnit], seen: set[nn
     runs = own + [run for child in module.children() for run in _runs(child, unit_at, seen)]
     if isinstance(module, nn.ModuleList):
         return [_Run(run.units, closed=True, whole=run.whole) for run in runs]
-    joined = _joined(_joined_small(runs))
+    # Small ones until they are no longer small; then every one that is small still.
+    joined = _joined(runs, lambda before, run: before.is_small and run.is_small)
+    joined = _joined(
+        joined, lambda before, run: not before.closed and not run.closed and (before.is_small or run.is_small)
+    )
     return [run.within(module) for run in joined] if len(joined) == 1 else joined
 
 
-def _joined_small(runs: Iterable[_Run]) -> list[_Run]:
-    """Joins small runs that follow each other, each time until they are no longer small."""
+def _joined(runs: Iterable[_Run], belong: Callable[[_Run, _Run], bool]) -> list[_Run]:
+    """Joins runs that follow each other and belong together, each to what the one before has become."""
     joined: list[_Run] = []
     for run in runs:
-        if run.is_small and joined and joined[-1].is_small:
-            joined.append(joined.pop().joined_by(run))
-        else:
-            joined.append(run)
-    return joined
-
-
-def _joined(runs: Iterable[_Run]) -> list[_Run]:
-    """Joins every run that is small still to the one before, else to the one after."""
-    joined: list[_Run] = []
-    for run in runs:
-        has_open_before = bool(joined) and not joined[-1].closed and not run.closed
-        if has_open_before and (run.is_small or joined[-1].is_small):
+        if joined and belong(joined[-1], run):
             joined.append(joined.pop().joined_by(run))
         else:
             joined.append(run)

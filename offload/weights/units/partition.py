@@ -38,10 +38,9 @@ class Window:
 
 @dataclass(frozen=True)
 class CutModel:
-    """`model`, cut into units.
+    """`model`, cut into units, which the modules of `windows` use.
 
-    `windows` are the modules that use them. `resident` are the tensors that stay on the device, each with the
-    attributes that hold it.
+    `resident` are the tensors that stay on the device, each with the attributes that hold it.
     """
 
     model: nn.Module
@@ -113,16 +112,13 @@ class CutPoint:
 
 
 def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = False) -> CutModel:
-    """Cuts `model` at the cut points: one unit for the parameters and buffers of each name.
+    """Cuts `model` at the cut points: one unit for the parameters and buffers of each name. Changes nothing.
 
-    Changes nothing, so it works on a model of the meta device too. A module without tensors makes no unit; a module
-    that is named twice makes one, under its first name. A tensor that two units use belongs to the first.
-    `trained_stays`: parameters that train stay resident. So do tensors of a module that several cut points have in
-    common, those that a module outside every cut uses as well, and sparse tensors and those of torch's quantised
-    dtypes, which have no bytes that could be laid flat.
-
-    Raises ValueError when a deep cut point lies inside another, and for a parameter to be streamed that trains and
-    wraps other tensors.
+    A module without tensors makes no unit; one that is named twice makes one, under its first name. A tensor that two
+    units use belongs to the first. Resident stay tensors of modules that several cut points have in common, those that
+    a module outside every cut uses too, those that do not lie flat (sparse, torch's quantised dtypes), and with
+    `trained_stays` what trains. Raises ValueError when a deep cut point lies inside another, and for a parameter that
+    trains and wraps other tensors.
     """
     cut_points = list({point.module: point for point in reversed(cut_points)}.values())[::-1]
     point_of = _cut_points_by_module(cut_points)
@@ -205,12 +201,10 @@ def _windows(
 def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
     """Chooses which of the units of `sizes` bytes stay on the device.
 
-    `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`, `512MiB`). The choice is a
-    function of its arguments alone and never exceeds the amount. The first units that fit are in it, at least one and
-    up to `FIRST_SHARE`: a step starts with their weights and ends with their gradients, and nothing else computes while
-    these would be copied. The rest is spread evenly over the order of use.
-
-    Raises KnobError for any other amount, and for more units than there are.
+    `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`), and never exceeded. The first
+    units that fit are in it, at least one and up to `FIRST_SHARE`: a step starts with their weights and ends with their
+    gradients, and nothing else computes meanwhile. The rest is spread evenly over the order of use. Raises KnobError
+    for any other amount, and for more units than there are.
     """
     text = str(amount).strip()
     first = max(1, bisect_right(list(accumulate(sizes)), FIRST_SHARE * sum(sizes)))
@@ -262,11 +256,10 @@ def amount_bytes(text: str, total: int) -> int:
 
 
 def _check_memory(names: dict[torch.Tensor, str]) -> None:
-    """Raises ValueError for parameters that cannot be given memory.
+    """Raises ValueError for parameters that cannot be given memory: without shape or bytes, expanded, overlapping.
 
-    Those of lazy modules have no shape before the first forward, and those of bitsandbytes get their bytes when they
-    move to a device. Two that share bytes without being one would each get memory of its own, and so would the elements
-    of an expanded one, for which kernels may round in another way.
+    Two that share bytes without being one would each get memory of its own, and so would elements of an expanded one,
+    for which kernels may round in another way.
     """
     spans = []
     for tensor, name in names.items():

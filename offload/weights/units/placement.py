@@ -175,8 +175,7 @@ class Layout:
 def over(like: Tensor, memory: list[Tensor]) -> Tensor:
     """Returns `memory`, which has a tensor for each part of `like`, as the data of a tensor like it.
 
-    One that wraps others is a parameter again where `like` is one, with its attributes. A quantisation state is not
-    part of the data.
+    One that wraps others is a parameter again where `like` is one. A quantisation state is not part of the data.
     """
     return dressed(wrapped(like, memory), like) if wraps(like) else memory[0]
 
@@ -252,9 +251,8 @@ class ModuleAttribute:
 def move_into(memory: list[torch.Tensor], tensor: torch.Tensor, attributes: Iterable[ModuleAttribute]) -> torch.Tensor:
     """Makes `memory`, a tensor for each part, the data of a parameter or buffer, keeping its values.
 
-    A meta tensor has none: its memory is marked, so that it shows later whether somebody has filled it.
-    Returns the tensor that the modules hold afterwards: the same one, except for a meta tensor and for one that wraps
-    others, whose device is fixed.
+    That of a meta tensor is marked, to show whether somebody has filled it. Returns the tensor that the modules hold
+    afterwards: the same one, but for a meta tensor and one that wraps others.
     """
     if tensor.is_meta:
         # `.data` has a version counter of its own: in a dry run all tensors of a unit share their memory's.
@@ -311,8 +309,7 @@ def give_memory(
 class DevicePlacement:
     """Puts parameters and buffers, given with the attributes that hold them, on `device`; `restore` puts them back.
 
-    Tensors keep their identity, except those on the meta device, which are replaced by memory for the caller to
-    fill; `restore` moves these to the host. After an exception all are as they were found.
+    Meta tensors are replaced by memory to fill, which `restore` moves to the host. After an error all are as they were.
     """
 
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, list[ModuleAttribute]]], device: torch.device):

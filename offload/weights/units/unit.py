@@ -47,11 +47,11 @@ from offload.weights.units.placement import Layout, ModuleAttribute, Piece, held
 class GradientSlot:
     """Memory at home for one gradient, which lies in it as `piece` says; `name` is that of the parameter.
 
-    `memory` is None for a parameter that is frozen, or whose gradients go somewhere else. `landed_in` is the memory
-    that the last gradient was copied into, `memory` or the parameter's earlier gradient; `landed` ends that copy, and
-    `_version` is autograd's version counter after it. `norm` is the L2 norm of this step's gradient (a float32 scalar
-    on the device) where norms are wanted. `is_released`: this step's gradient went to its update, and is in no `.grad`.
-    `meets_host_gradient`: a loss has used the parameter on the host besides its stand-in.
+    `memory` is None for a parameter that is frozen, or whose gradients go somewhere else. The last gradient was copied
+    into `landed_in`, which is that or the parameter's earlier gradient, until `landed`; `_version` is autograd's
+    version counter after it. `norm`: of this step's gradient, a float32 scalar on the device, where wanted.
+    `is_released`: that gradient went to its update. `meets_host_gradient`: a loss has used the parameter on the host
+    besides.
     """
 
     def __init__(self, name: str, piece: Piece):
@@ -94,10 +94,8 @@ class GradientSlot:
     def leaves_to_autograd(self, host: nn.Parameter, gradient: torch.Tensor) -> bool:
         """Tells whether autograd gets this gradient of `host` in host memory, and accumulates it there itself.
 
-        Hooks run on the host, where they were registered, and autograd accumulates what they return. Where a loss uses
-        the weight on the host, autograd adds that gradient first, and then the sum to the earlier. It also joins sparse
-        gradients, whose bytes are not known before, converts gradients of other dtypes, and keeps the graph of those
-        of `create_graph`.
+        Hooks run there, and change what is accumulated. Where a loss uses the weight on the host, autograd adds that
+        gradient first. It also joins sparse gradients, converts other dtypes, and keeps the graph of `create_graph`.
         """
         earlier = host.grad
         return bool(
@@ -159,10 +157,9 @@ class UnitTensor:
 
     @property
     def taken_apart(self) -> TakenApart:
-        """The parts of a `host` that consists of several.
+        """The parts of a `host` that consists of several, kept until it gets others, or until `forget_parts`.
 
-        To take a tensor apart runs much code of its class. So the parts are kept until `forget_parts`, or until `host`
-        gets others.
+        To take a tensor apart runs much code of its class.
         """
         taken = self._taken_apart
         if taken is None or taken.tensor is not self.host or not taken.is_current:
@@ -217,11 +214,9 @@ class UnitTensor:
 class OffloadUnit:
     """Tensors that move together; at home they lie in `weights`, one flat host block, each with a storage of its own.
 
-    Each begins at a multiple of `alignment`. `is_fixed`: an extension has put the weights somewhere else, where they
-    stay as they are, and the block is empty.
-
-    `Prefetcher` writes `written`, which ends the last copy of buffers from the device into `weights`, and
-    `open_windows`, the number of windows open on the unit.
+    Each begins at a multiple of `alignment`. `is_fixed`: an extension has put them somewhere else for good, and the
+    block is empty. `Prefetcher` counts the windows that are open, and writes `written`, the end of the last copy of
+    buffers home.
     """
 
     name: str

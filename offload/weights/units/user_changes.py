@@ -37,9 +37,8 @@ def is_as_taken(unit: OffloadUnit) -> bool:
 def take_changes(unit: OffloadUnit, arena: HostArena, end_updates: Callable[[], None] = lambda: None) -> None:
     """Takes over, between steps, what the user has changed of a unit since the last: replaced tensors and data.
 
-    Where data was given (`parameter.data = ...`) the unit moves into a new block, because the user may hold views of
-    the old one as a backup. Before that `end_updates` blocks the host until no update writes to the unit's data. Raises
-    RuntimeError in one line for what cannot be streamed.
+    Given data moves the unit into a new block, as the user may hold views of the old one, when `end_updates` has
+    blocked the host until no update writes there. Raises RuntimeError in one line for what cannot be streamed.
     """
     for tensor in unit.tensors:
         # As a rule there is none.
@@ -60,11 +59,10 @@ def take_changes(unit: OffloadUnit, arena: HostArena, end_updates: Callable[[], 
 
 
 def take_replacement(tensor: UnitTensor, home: torch.device) -> None:
-    """Takes the tensor that all modules hold now in place of `tensor.host`, if it can be streamed as that was.
+    """Takes the tensor that all modules hold now in place of `tensor.host`: `load_state_dict(assign=True)` does that.
 
-    `home` is the device of the unit's block. `load_state_dict(assign=True)` and the assignment of a new parameter
-    replace it so. A buffer of another shape or dtype is left to its modules. Raises RuntimeError for a parameter that
-    cannot be streamed.
+    `home` is the device of the unit's block. A buffer of another shape or dtype is left to its modules. Raises
+    RuntimeError for a parameter that cannot be streamed.
     """
     now = {id(attribute.tensor): attribute.tensor for attribute in tensor.attributes}
     if id(tensor.host) in now and len(now) == 1:
@@ -129,8 +127,7 @@ def check_one_owner(units: Iterable[OffloadUnit]) -> None:
 def counting_fused_updates() -> Iterator[None]:
     """Surrounds code in which the `step` of a fused optimizer advances the version counters of its parameters.
 
-    Its kernels do not. Inside a step, a weight that was changed is copied to the device again: an optimizer whose
-    `step` is there, too (LBFGS, an update after each microbatch), has to show that it has changed it.
+    Its kernels do not. An optimizer whose `step` is inside a step (LBFGS) has to show that slots are out of date.
     """
     handle = register_optimizer_step_post_hook(_count)
     try:

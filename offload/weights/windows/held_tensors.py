@@ -8,7 +8,6 @@ ParameterList, a hook. `module.weight` is a look-up in `module._parameters`, so 
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -68,14 +67,14 @@ class LeavesSlots(OwnHook):
     """Gives a state dict that is made inside a forward copies of the tensors of `module` that are in a slot then."""
 
     def __init__(self, module: nn.Module, slots: DeviceSlots):
-        super().__init__(module, module.register_state_dict_post_hook, functools.partial(_copy_out_of_slots, slots))
 
+        def copy_out(module: nn.Module, state: dict, prefix: str, *_: object) -> None:
+            for name in (*module._parameters, *module._buffers):
+                tensor = state.get(prefix + name)
+                if tensor is not None and slots.slot_of(tensor) is not None:
+                    state[prefix + name] = tensor.clone()
 
-def _copy_out_of_slots(slots: DeviceSlots, module: nn.Module, state: dict, prefix: str, *_: object) -> None:
-    for name in (*module._parameters, *module._buffers):
-        tensor = state.get(prefix + name)
-        if tensor is not None and slots.slot_of(tensor) is not None:
-            state[prefix + name] = tensor.clone()
+        super().__init__(module, module.register_state_dict_post_hook, copy_out)
 
 
 def watch_reads(
@@ -131,8 +130,7 @@ class Scope:
 class RunningForwards:
     """The scopes of one thread, from the outermost to the innermost, and the units whose windows they opened.
 
-    `pack` is the innermost pack function that the windows have opened, and `compute` the stream for which they had
-    their units fetched.
+    `pack` is the innermost pack function of the windows, `compute` the stream for which they had units fetched.
     """
 
     def __init__(self) -> None:
@@ -166,10 +164,9 @@ def copy_returned(
 ) -> object:
     """Returns what a forward returned, tensors in a slot of a unit that is `closing` replaced by copies.
 
-    A module may return its own parameter or buffer, or a view of one (a table of positions, say): as it is, or in
-    containers that torch takes apart (`torch.utils._pytree`: lists, tuples, dictionaries, outputs of transformers). A
-    container is made anew where something in it is copied. Gradients flow through the copies. Raises RuntimeError for
-    such a tensor in an attribute of another object.
+    A module may return its own parameter or buffer, or a view of one: as it is, or in containers that torch takes apart
+    (`torch.utils._pytree`), which are made anew then. Gradients flow through the copies. Raises RuntimeError for such a
+    tensor in an attribute of another object.
     """
 
     def needs_copy(tensor: object) -> bool:

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from offload.memory.device_slots import DeviceSlot
+from offload.torch_private.module_contexts import SideBySideError, running_microbatch
 from offload.torch_private.recomputed_blocks import STANDS_FOR
 from offload.torch_private.tensor_parts import STATE, Places, TakenApart, wraps
-from offload.torch_private.threads import SideBySideError, running_microbatch
 from offload.torch_private.torch_internals import compiles_frames, is_traced, left_out_of_graphs, set_sequence_number
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.units.placement import ModuleAttribute
@@ -39,9 +39,8 @@ GONE = "backward of a forward whose offload mode is gone: keep the mode until ba
 class OnDevice(torch.autograd.Function):
     """Joins a stand-in to its host parameter in autograd's graph, so that the parameter's gradients can be asked for.
 
-    Its backward gets the sum of the gradients of all uses on the device, as the leaf of a resident parameter would. Its
-    node has the node that accumulates into the parameter as `accumulates`. `sent_to` are weak references to the sink,
-    the unit and its tensor.
+    Its backward gets the sum of the gradients of all uses, as a leaf would. `accumulates` is the node that accumulates
+    into the parameter, `sent_to` weak references to the sink, the unit and its tensor.
     """
 
     @staticmethod
@@ -120,14 +119,12 @@ def _before_host_gradient(
 class StandIn:
     """The stand-in of `tensor`. `stand_ins` gives it to modules, and writes its attributes.
 
-    `device` is the tensor on the device, in this step, and `writes` counts the changes that forwards of this step have
-    made to it. While a window is open, `installed` are the attributes that hold a tensor of the window, that tensor,
-    and what they held before if it was not `tensor.host`; and `own_copy` is the copy of `device` that modules hold in
-    its place, for a buffer that may change.
+    `device` is the tensor on the device, in this step, and `writes` counts what forwards of this step have changed of
+    it. While a window is open, `installed` has the attributes that hold a tensor of it, that tensor, and what they held
+    before if that was not `tensor.host`; and `own_copy` is held in place of `device`, for a buffer that may change.
 
-    `joined` and `joined_before` are the stand-ins of a parameter that is one tensor, of this step or of the last. Where
-    the parameter trains, the graph of autograd joins the two. `shares` has one for each microbatch, where they run side
-    by side.
+    `joined` and `joined_before` are those of a plain parameter, of this step or the last, joined in autograd's graph
+    where it trains. `shares` has one for each microbatch side by side.
     """
 
     def __init__(self, tensor: UnitTensor):
@@ -150,15 +147,14 @@ class StandIn:
 
     @property
     def state(self) -> tuple[int, object]:
-        """A value that changes when the weight is changed at home, or gets other data, in a step or between two.
+        """What changes when the weight is changed at home or by forwards of this step, or gets other data.
 
-        The first number counts the changes at home and by forwards of this step. The second part tells where and how
-        the data lies.
+        A number that counts the changes, and where and how the data lies.
         """
         tensor = self.tensor
         if tensor.layout.is_compound:
             at_home = tensor.taken_apart
-            new_writes = 0 if self.device is None else self._version - self.counted_version
+            new_writes = 0 if self.device is None else self.version - self.counted_version
             return at_home.version + self.writes + new_writes, hash(at_home.places)
         # Without further calls: backward asks for every weight.
         host, device = tensor.host, self.device
@@ -208,19 +204,16 @@ class StandIn:
             self._parts = taken
         return taken.tensor
 
-    def note_installed(self) -> None:
-        """Notes the version counter of `device`, which counts from now on."""
-        self.counted_version = self._version
-
     def count_writes(self) -> bool:
         """Adds to `writes` the changes to `device` that are not in it yet. Returns True if there are any."""
-        new_writes = self._version - self.counted_version
+        new_writes = self.version - self.counted_version
         self.writes += new_writes
         self.counted_version += new_writes
         return new_writes > 0
 
     @property
-    def _version(self) -> int:
+    def version(self) -> int:
+        """Autograd's version counter of `device`, or the sum of those of its parts."""
         return self._taken_apart.version if self.tensor.layout.is_compound else self.device._version
 
 
@@ -259,11 +252,6 @@ def forget_data_taken(stand_in: torch.Tensor) -> None:
     if host is not None and host.__dict__ and not wraps(host):
         # But for the quantisation state, whose tensors are in the slot, too.
         attributes.update((name, value) for name, value in host.__dict__.items() if name != STATE)
-
-
-def give_data(stand_in: torch.Tensor, data: torch.Tensor) -> None:
-    """Assigns to `stand_in.data`, without the look at names that an assignment to a stand-in takes."""
-    object.__setattr__(stand_in, "data", data)
 
 
 def data_was_taken(stand_in: torch.Tensor) -> bool:

@@ -1,21 +1,28 @@
-"""Device stand-ins of a unit's parameters and buffers: the tensors that modules hold inside a window."""
+"""Device stand-ins of a unit's parameters and buffers, which modules hold inside a window; shares of what stays.
+
+One microbatch after another, autograd sums the gradients of all uses of a parameter in a microbatch, and adds the sum
+to the parameter's gradient. Side by side it would sum all uses of all microbatches, in another order. So in the turns
+of a microbatch modules hold its own share of each parameter: the same memory, with a node of its own in autograd's
+graph, which sums its uses (`StandIn.shares`, `ResidentShares`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from offload.memory.device_slots import DeviceSlot
 from offload.torch_private.buffer_states import changes_unseen, may_change, version
+from offload.torch_private.module_contexts import SideBySideError, running_microbatch
 from offload.torch_private.recomputed_blocks import STANDS_FOR
-from offload.torch_private.tensor_parts import STATE, parts, replaced_in, state_of, wraps
-from offload.torch_private.threads import SideBySideError, running_microbatch
+from offload.torch_private.tensor_parts import STATE, lies_flat, parts, replaced_in, state_of, wraps
 from offload.torch_private.torch_internals import NO_CONTEXT, set_sequence_number, storage_address
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.units.placement import ModuleAttribute, give_memory, over
-from offload.weights.units.unit import OffloadUnit, UnitTensor
+from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.user_changes import is_gone
 from offload.weights.windows.stand_in import (
     AT_ONCE,
@@ -23,7 +30,6 @@ from offload.weights.windows.stand_in import (
     OnDevice,
     StandIn,
     forget_data_taken,
-    give_data,
     joined_to_host,
     like_host,
     share_of,
@@ -39,11 +45,10 @@ def install_stand_ins(
 ) -> None:
     """Makes modules hold the tensors of `unit` as views of `slot`, by its `stand_ins`.
 
-    Where a module holds another tensor than the host's, that is its user's own (`torch.func.functional_call`, a buffer
-    of another shape) and takes part in the forward: it is left, or goes to the device, through autograd, for as long.
-    Raises SideBySideError for a parameter where microbatches run side by side, which would use each other's, and
-    RuntimeError in one line for one that its module has no more.
-    `units` are all that have homes. `sink` gets the gradient of a parameter when autograd has summed it.
+    What a module holds in place of the host's tensor is its user's own (`torch.func.functional_call`, a buffer of
+    another shape): it is left, or goes to the device meanwhile. Raises SideBySideError for such a parameter where
+    microbatches run side by side, and RuntimeError for one that its module has no more. `units` are all that have
+    homes. `sink` gets the gradient of a parameter when autograd has summed it.
     """
     microbatch = running_microbatch()
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else NO_CONTEXT:
@@ -72,8 +77,12 @@ def _install_own(stand_in: StandIn, attribute: ModuleAttribute, slot: DeviceSlot
         raise SideBySideError(f"{tensor.name} is replaced (torch.func.functional_call)")
     if current is None and not tensor.is_buffer and attribute.name not in attribute.tensors:
         raise is_gone(tensor)
-    if current is not None and current.device.type == "cpu" and _is_elsewhere(current, units, slot.bytes.device):
-        own = current.to(slot.bytes.device, copy=True)
+    if current is None or current.device.type != "cpu":
+        return
+    # Where the CPU is the device, what is elsewhere is memory at home.
+    device, homes = slot.bytes.device, (unit.weights.bytes for unit in units)
+    if device != current.device or any(0 <= current.data_ptr() - home.data_ptr() < home.numel() for home in homes):
+        own = current.to(device, copy=True)
         attribute.assign(own)
         stand_in.installed.append((attribute, own, current))
 
@@ -106,7 +115,10 @@ def _take_out(
     """Takes what a module holds now out of the window, where that is not simply the stand-in."""
     tensor, held = stand_in.tensor, attribute.tensor
     if own is not None:
-        _put_back(tensor, attribute, made, own)
+        if held is made and tensor.is_buffer:
+            with torch.no_grad():
+                own.copy_(made)
+        attribute.assign(own if held is made or held is None else held.to(own.device))
     elif made.shape != tensor.shape and held is made:
         # A buffer that forward has resized. Its module keeps it.
         attribute.assign(made.to(tensor.host.device))
@@ -176,14 +188,6 @@ def copy_of_stand_in(unit: OffloadUnit, stand_in: StandIn, slot: DeviceSlot, sin
         return like_host(copy, tensor.host)
 
 
-def _is_elsewhere(own: torch.Tensor, units: Sequence[OffloadUnit], device: torch.device) -> bool:
-    """Tells whether a tensor of the user's own is not on the device. On the CPU that is memory at home."""
-    if own.device != device:
-        return True
-    homes = (unit.weights.bytes for unit in units)
-    return any(0 <= own.data_ptr() - home.data_ptr() < home.numel() for home in homes)
-
-
 def _stand_in(
     unit: OffloadUnit, stand_in: StandIn, slot: DeviceSlot, sink: GradientLanding, microbatch: int | None
 ) -> torch.Tensor:
@@ -210,7 +214,7 @@ def _stand_in(
         # Without the stand-in of another slot, the parts of the kept one count as those of `device`.
         stand_in.device = None
         stand_in.device = frozen_stand_in(stand_in, slot)
-    stand_in.note_installed()
+    stand_in.counted_version = stand_in.version
     forget_data_taken(stand_in.device)
     return stand_in.device if stand_in.own_copy is None else stand_in.own_copy
 
@@ -233,8 +237,7 @@ def _joined(
 ) -> torch.Tensor:
     """Returns the stand-in of a parameter, with `view` as its data: one a step, and the same in the next.
 
-    Autograd then sums the gradients of all its uses before they leave, as it would for a resident parameter. Where
-    microbatches run side by side, each has its share of the stand-in, which sums the gradients of its uses first.
+    So autograd sums the gradients of all uses before they leave; side by side, each microbatch's in its share first.
     """
     joined, host = stand_in.joined, stand_in.tensor.host
     if joined is not None and joined.requires_grad and not host.requires_grad:
@@ -251,12 +254,13 @@ def _joined(
         else:
             joined = nn.Parameter(view.data, requires_grad=False)
         stand_in.joined = like_host(joined, host)
+    # Without the look at names that an assignment to a stand-in takes.
     object.__setattr__(joined, "data", view)
     if microbatch is None or not host.requires_grad:
         return joined
     if microbatch not in stand_in.shares:
         stand_in.shares[microbatch] = like_host(share_of(joined, view.data), host)
-    give_data(stand_in.shares[microbatch], view)
+    object.__setattr__(stand_in.shares[microbatch], "data", view)
     return stand_in.shares[microbatch]
 
 
@@ -271,14 +275,6 @@ def _take_replacement(stand_in: StandIn, attribute: ModuleAttribute) -> bool:
     if new is not None:
         attribute.assign(new.to(tensor.host.device))
     return False
-
-
-def _put_back(tensor: UnitTensor, attribute: ModuleAttribute, there: torch.Tensor, own: torch.Tensor) -> None:
-    current = attribute.tensor
-    if current is there and tensor.is_buffer:
-        with torch.no_grad():
-            own.copy_(there)
-    attribute.assign(own if current is there or current is None else current.to(own.device))
 
 
 def _is_in_slot(held: torch.Tensor | None, slot: DeviceSlot) -> bool:
@@ -333,3 +329,62 @@ def _take_data(stand_in: StandIn, slot: DeviceSlot) -> bool:
     stand_in.device = give_memory(device, views, ())
     stand_in.writes += 1
     return True
+
+
+class ResidentShares:
+    """The shares of microbatches in the resident parameters, which the given attributes hold."""
+
+    def __init__(self, resident: Iterable[tuple[torch.Tensor, list[ModuleAttribute]]]):
+        self._attributes = [
+            attribute for _, attributes in resident for attribute in attributes if not attribute.is_buffer
+        ]
+        # By microbatch and parameter.
+        self._shares: dict[tuple[int, nn.Parameter], torch.Tensor] = {}
+        self._held: dict[ModuleAttribute, torch.Tensor | None] = {}
+
+    def begin(self) -> None:
+        """Begins turns, in which modules hold the parameters that they hold now."""
+        self._held = {attribute: attribute.tensor for attribute in self._attributes}
+
+    @contextmanager
+    def turn(self, microbatch: int) -> Iterator[None]:
+        """Makes modules hold the shares of `microbatch` for the length of the block.
+
+        Raises SideBySideError, once, if a microbatch has replaced one of the parameters.
+        """
+        for attribute, held in self._held.items():
+            if attribute.tensor is not held:
+                # The other microbatches still have turns, in which they end.
+                self._held = {}
+                what = f"{attribute.name} of a {type(attribute.module).__name__}"
+                raise SideBySideError(f"{what} is replaced (torch.func.functional_call)")
+        installed = []
+        for attribute in self._attributes:
+            parameter = attribute.tensor
+            # Not a tensor of another class that acts as a parameter, or a sparse one: it may have no memory of its own.
+            if issubclass(type(parameter), nn.Parameter) and parameter.requires_grad and lies_flat(parameter):
+                share = self._share(microbatch, parameter)
+                attribute.assign(share)
+                installed.append((attribute, share, parameter))
+        try:
+            yield
+        finally:
+            for attribute, share, parameter in installed:
+                if attribute.tensor is share:
+                    attribute.assign(parameter)
+                if share.data_ptr() != parameter.data_ptr():
+                    # Forward has given it other data.
+                    parameter.data = share.data
+
+    def drop(self) -> None:
+        """Forgets the shares: the next microbatches get new ones."""
+        self._shares.clear()
+        self._held = {}
+
+    def _share(self, microbatch: int, parameter: nn.Parameter) -> torch.Tensor:
+        share = self._shares.get((microbatch, parameter))
+        if share is None:
+            # Detached, it has the parameter's version counter.
+            share = like_host(share_of(parameter, parameter.detach()), parameter)
+            self._shares[microbatch, parameter] = share
+        return share

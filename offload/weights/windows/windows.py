@@ -25,14 +25,13 @@ from offload.knobs import OUTSIDE_STEP
 from offload.memory.device_slots import DeviceSlots
 from offload.streams.registry import Streams
 from offload.streams.stream_checker import Home
-from offload.torch_private.module_contexts import ModuleContexts, ReplacedForward
+from offload.torch_private.module_contexts import ModuleContexts, OneThread, ReplacedForward, running_microbatch
 from offload.torch_private.recomputed_blocks import arrived, leaving
 from offload.torch_private.saved_tensor_hooks import (
     function_contexts,
     hidden_from_selective_checkpoints,
     watch_contexts,
 )
-from offload.torch_private.threads import OneThread, running_microbatch
 from offload.torch_private.torch_internals import (
     NO_CONTEXT,
     check_no_data_parallel,

@@ -12,8 +12,7 @@ from offload.activations.span_table import version_handle
 from offload.activations.swapped_span import ByteRange, PackedTensor, SpanCopies, SwappedSpan
 from offload.memory.host_memory import HostBlock
 from offload.streams import registry
-from offload.streams.deferred_free import PendingFree
-from offload.streams.transfer import Telemetry, Transfer
+from offload.streams.transfer import PendingFree, Telemetry, Transfer
 
 
 def span_of(tensor: torch.Tensor, released: deque | None = None) -> SwappedSpan:

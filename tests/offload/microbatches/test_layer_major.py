@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from offload.microbatches.layer_major import LayerMajor, compute_alike, one_after_another
-from offload.torch_private.threads import SideBySideError
+from offload.torch_private.module_contexts import SideBySideError
 from offload.torch_private.torch_internals import innermost_saved_tensor_hooks
 
 

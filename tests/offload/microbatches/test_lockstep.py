@@ -9,7 +9,7 @@ import torch
 
 from offload.microbatches.lockstep import Lockstep, Threads
 from offload.optimizer.kernels import torch_threads
-from offload.torch_private.threads import running_microbatch
+from offload.torch_private.module_contexts import running_microbatch
 
 
 @pytest.fixture

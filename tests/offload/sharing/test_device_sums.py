@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Attached, AttachOptions
 from offload.optimizer.adamw import HostAdamW
-from offload.sharing import buckets, device_sums
+from offload.sharing import device_sums, slices
 from offload.sharing.device_sums import SUMS_AT_ONCE, DeviceSums
 from offload.sharing.gather_filler import GatherFiller
 from offload.streams.stream_checker import CheckedStreams
@@ -127,7 +127,7 @@ ALL = {f"{layer}.{tensor}" for layer in ("stem", "twice", "branches.0") for tens
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket for each weight and its bias."""
-    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 4 * 72))
+    monkeypatch.setattr(slices.gradient_buckets, "__defaults__", (1, 4 * 72))
 
 
 @pytest.fixture(params=[SUMS_AT_ONCE, 1])
@@ -308,7 +308,7 @@ class Shift(nn.Module):
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("nbytes", [4 * 24, 4 * 32], ids=["alone in its bucket", "beside another"])
 def test_a_gradient_in_memory_that_backward_still_reads_is_summed_elsewhere(monkeypatch, nbytes: int):
-    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, nbytes))
+    monkeypatch.setattr(slices.gradient_buckets, "__defaults__", (1, nbytes))
     torch.manual_seed(0)
     summed = check(Shift(), lambda step, number: {})
     assert {"last.0", "last.1"} <= summed[1]
@@ -329,7 +329,7 @@ def test_an_error_in_a_sum_is_the_one_that_the_step_raises(monkeypatch: pytest.M
             attached.accumulate(losses_of(mine, 0, sharers.number, 1))
         mine.zero_grad()
         sharers.laid_down(None)
-        monkeypatch.setattr(buckets.GradientBucket, "shares_memory", lost)
+        monkeypatch.setattr(slices.GradientBucket, "shares_memory", lost)
         with pytest.raises(RuntimeError, match=r"^rank 1 has ended"), attached.step():
             attached.accumulate(losses_of(mine, 1, sharers.number, 1))
 

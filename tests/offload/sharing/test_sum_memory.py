@@ -12,8 +12,8 @@ from offload.sharing.links import Links
 from offload.sharing.sharers import NO_SHARERS
 from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, cut_for_sharers
 from offload.sharing.sum_memory import SumHome, SumLayout, SumRing, ring_bytes
-from offload.streams.deferred_free import PendingFree
 from offload.streams.stream_checker import CheckedStreams, StreamOrderError
+from offload.streams.transfer import PendingFree
 from offload.weights.units.partition import CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 

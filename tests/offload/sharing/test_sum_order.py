@@ -10,7 +10,7 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import AttachOptions
 from offload.optimizer.adamw import HostAdamW
-from offload.sharing import buckets
+from offload.sharing import slices
 from offload.sharing.links import CopyLinks, Links
 from offload.sharing.summing import GradientSum
 from offload.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
@@ -29,7 +29,7 @@ class Mark:
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket for each parameter."""
-    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 1))
+    monkeypatch.setattr(slices.gradient_buckets, "__defaults__", (1, 1))
 
 
 @pytest.fixture(params=[Links, CopyLinks])
@@ -111,15 +111,15 @@ def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, residen
 def test_a_sum_waits_for_hooks_behind_the_last_of_its_gradients(monkeypatch: pytest.MonkeyPatch):
     """A hook of the node that accumulates, as another program may have it, runs behind the mode's."""
     first, marks, sums = Stack(depth=4), {}, []
-    shares_memory = buckets.GradientBucket.shares_memory
+    shares_memory = slices.GradientBucket.shares_memory
 
-    def at_sum(bucket: buckets.GradientBucket) -> bool:
+    def at_sum(bucket: slices.GradientBucket) -> bool:
         streams, mark = marks[bucket.parameters[0]]
         streams.reads(streams.gather, mark, "sum")
         sums.append(bucket)
         return shares_memory(bucket)
 
-    monkeypatch.setattr(buckets.GradientBucket, "shares_memory", at_sum)
+    monkeypatch.setattr(slices.GradientBucket, "shares_memory", at_sum)
 
     def work(sharers: ThreadSharers) -> None:
         model, streams, mode = copy.deepcopy(first), CheckedStreams(torch.device("cpu")), LayerStream(slots=2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
-from offload.sharing import buckets
+from offload.sharing import slices
 from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built
 from tests.offload.helpers.foreign import fresh, loss_of
@@ -70,7 +70,7 @@ def test_two_processes_have_the_gradients_of_one(
 )
 def test_two_processes_with_one_sample_each(monkeypatch: pytest.MonkeyPatch, name: str, mode: str):
     # A bucket for each gradient that stays, so that most are summed before backward ends.
-    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 1))
+    monkeypatch.setattr(slices.gradient_buckets, "__defaults__", (1, 1))
     noisy, condition = inputs_of(name)
 
     def loss(sample: int, step: int, model: nn.Module) -> Tensor:

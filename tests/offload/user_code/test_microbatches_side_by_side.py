@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from offload.microbatches.layer_major import one_after_another
 from offload.modes.shard_offload import ShardOffload
-from offload.torch_private.threads import SideBySideError
+from offload.torch_private.module_contexts import SideBySideError
 from tests.offload.helpers.models import Block, Stack, stack_inputs
 from tests.offload.helpers.user_code import NoMode, as_resident, descend, same_as_resident, stack_of, under
 
