@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -119,11 +119,16 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         raise DamagedError(f"{path} lists no files")
-    records = {name: _record(path, name, entry) for name, entry in files.items()}
+    for name in files:
+        # A checkpoint may come from an untrusted source: no name may lead out of its folder.
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name == MANIFEST_FILE:
+            raise DamagedError(f"{path} names {name!r}, which is not a file of a checkpoint")
     # The manifest has no hash of itself; its text must be, byte for byte, what these records give.
-    if content != manifest_text(records).encode():
-        raise DamagedError(f"{path} is not what was written: it has more, or in another form, than its list of files")
-    return records
+    with suppress(TypeError):
+        records = {name: FileRecord(**entry) for name, entry in files.items()}
+        if content == manifest_text(records).encode():
+            return records
+    raise DamagedError(f"{path} is not what was written: it has more, or in another form, than its list of files")
 
 
 def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
@@ -175,17 +180,6 @@ def damage_of(path: Path) -> Iterator[None]:
         raise DamagedError(f"{path}: {error}") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
-
-
-def _record(path: Path, name: str, entry: Any) -> FileRecord:
-    # A checkpoint may come from an untrusted source: no name may lead out of its folder.
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name == MANIFEST_FILE:
-        raise DamagedError(f"{path} names {name!r}, which is not a file of a checkpoint")
-    values = entry if isinstance(entry, dict) else {}
-    nbytes, digest = values.get("nbytes"), values.get("sha256")
-    if type(nbytes) is not int or not isinstance(digest, str):
-        raise DamagedError(f"{path} lacks the size or the SHA-256 of {name}")
-    return FileRecord(nbytes, digest)
 
 
 def sha256_of_file(path: Path) -> str:

@@ -36,9 +36,8 @@ logger = logging.getLogger(__name__)
 class RunDirectory:
     """The directory of one run, which this process has locked.
 
-    It is `taken` once this run may write its files. A directory without results of an earlier run is taken from the
-    start, so that a refused run leaves its reason there. A directory with results is taken only when the run is not
-    refused.
+    It is `taken` once this run may write its files: from the start where no earlier run has left results, so that a
+    refused run leaves its reason there, else when the run is not refused.
     """
 
     def __init__(self, path: Path):
@@ -48,12 +47,14 @@ class RunDirectory:
     def propose(self, config: DictConfig, invocation: Invocation) -> None:
         """Writes the configuration before it is checked, unless results of an earlier run are there."""
         if self.taken:
-            self._start_anew(config, invocation)
+            # An earlier summary must not be taken for the outcome of this run.
+            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+            self.write_config(config, invocation)
 
     def take(self, config: DictConfig, invocation: Invocation) -> None:
         """Begins the run: from now on the directory's configuration and summary are this run's."""
         self.taken = True
-        self._start_anew(config, invocation)
+        self.propose(config, invocation)
         # Goes to the log file only.
         logging.info("begins with %s", " ".join(invocation.overrides) or "no overrides")
 
@@ -68,20 +69,13 @@ class RunDirectory:
         write_whole(self.path / CONFIG_FILE, text.encode())
         write_whole(self.path / CHOICES_FILE, OmegaConf.to_yaml(OmegaConf.create(composed_from)).encode())
 
-    def _start_anew(self, config: DictConfig, invocation: Invocation) -> None:
-        # An earlier summary must not be taken for the outcome of this run.
-        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-        self.write_config(config, invocation)
-
 
 def holds_results(run_dir: Path) -> bool:
     """Tells whether an earlier run or plan left more in `run_dir` than the reason of its failure."""
     if has_records(run_dir) or checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
         return True
-    if not (run_dir / SUMMARY_FILE).exists():
-        return False
     try:
-        return not read_summary(run_dir).keys() <= {"status", "reason"}
+        return (run_dir / SUMMARY_FILE).exists() and not read_summary(run_dir).keys() <= {"status", "reason"}
     except UserError:
         # A damaged summary may have held results.
         return True
@@ -105,15 +99,6 @@ def has_records(run_dir: Path) -> bool:
         return False
 
 
-def refuse_folders_of_others(run_dir: Path) -> None:
-    """Raises UserError for the folder of this program, and for one with a configuration that no run wrote."""
-    own = "hydra.run.dir=runs/NAME"
-    refuse_program_folder(run_dir, own)
-    written_by_a_run = any(os.path.lexists(run_dir / name) for name in (LOCK_FILE, CHOICES_FILE))
-    if os.path.lexists(run_dir / CONFIG_FILE) and not written_by_a_run:
-        raise UserError(f"{run_dir / CONFIG_FILE}: not written by a run, which would replace it: {OWN_PLACE}{own}")
-
-
 def refuse_program_folder(path: Path, own: str) -> None:
     """Raises UserError if `path`, a folder to write to, is this program's; `own` is the override for another folder."""
     if path.resolve() == PROGRAM:
@@ -125,10 +110,13 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Locks the directory for this process; the system releases the lock however the process ends.
 
     The lock file stays: if it were removed, two waiting processes could each lock a different file of that name.
-    Raises UserError where that fails, and for a directory in which a run may not write.
+    Raises UserError where that fails, for the folder of this program, and for a configuration that no run wrote.
     """
-    refuse_folders_of_others(run_dir)
-    path = run_dir / LOCK_FILE
+    own = "hydra.run.dir=runs/NAME"
+    refuse_program_folder(run_dir, own)
+    path, written = run_dir / LOCK_FILE, run_dir / CONFIG_FILE
+    if os.path.lexists(written) and not (os.path.lexists(path) or os.path.lexists(run_dir / CHOICES_FILE)):
+        raise UserError(f"{written}: not written by a run, which would replace it: {OWN_PLACE}{own}")
     # O_NOFOLLOW: a link made since the check would let the run truncate another file.
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
@@ -162,14 +150,12 @@ def register_fresh() -> None:
 
 def fresh_directory(path: str) -> str:
     """Makes the directory `path`, or `path-2` and so on if it exists; returns its path, or `path` if that fails."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            candidate = path if number == 1 else f"{path}-{number}"
-            try:
-                Path(candidate).mkdir()
-            except FileExistsError:
-                continue
-            return candidate
-    except OSError:
-        return path
+    for number in count(1):
+        candidate = Path(path if number == 1 else f"{path}-{number}")
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            return path
+        return str(candidate)

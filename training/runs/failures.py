@@ -33,14 +33,12 @@ SHOWN_BY_PLAN = (
 
 
 class Failure(NamedTuple):
-    """The reason why a run ended early."""
+    """Why a run ended early, in one line; `fixable`: that tells the user enough, and a traceback would only hide it."""
 
     status: str
     """failed, refused (it does not fit), out_of_memory or interrupted"""
     reason: str
-    """one line"""
-    fixable: bool
-    """True: `reason` tells the user enough to fix it, and a traceback would only hide it"""
+    fixable: bool = True
 
 
 @contextmanager
@@ -64,21 +62,16 @@ def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
             signal.signal(number, signal.SIG_IGN)
         exit_status = print_failure(error)
         if directory.taken:
-            _record(error, run_dir)
+            failure = explain(error)
+            # At a level that the console does not show.
+            logging.info("error: %s", failure.reason, exc_info=error)
+            try:
+                write_summary(run_dir, {"status": failure.status, "reason": failure.reason})
+            except UserError as refused:
+                print(f"warning: no {SUMMARY_FILE}: {visible(refused)}", file=sys.stderr)
         if signal.SIGINT in handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(exit_status)
-
-
-def _record(error: BaseException, run_dir: Path) -> None:
-    """Writes the failure to the log file and to the summary."""
-    failure = explain(error)
-    # At a level that the console does not show.
-    logging.info("error: %s", failure.reason, exc_info=error)
-    try:
-        write_summary(run_dir, {"status": failure.status, "reason": failure.reason})
-    except UserError as refused:
-        print(f"warning: no {SUMMARY_FILE}: {visible(refused)}", file=sys.stderr)
 
 
 @contextmanager
@@ -110,33 +103,31 @@ def explain(error: BaseException) -> Failure:
     text = " ".join(str(error).split())
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, UserError):
-        return Failure(error.status, text, True)
+        return Failure(error.status, text)
     if isinstance(error, KeyboardInterrupt):
-        return Failure("interrupted", "interrupted", True)
+        return Failure("interrupted", "interrupted")
     if is_device_memory(error):
         setting = "" if starting.segments_expand() else f"; {starting.ALLOCATOR_ADVICE}"
-        reason = f"the GPU is out of memory{requested(error)}: {SHOWN_BY_PLAN}{setting}"
-        return Failure("out_of_memory", reason, True)
+        return Failure("out_of_memory", f"the GPU is out of memory{requested(error)}: {SHOWN_BY_PLAN}{setting}")
     if is_host_memory(error):
-        return Failure("out_of_memory", f"the host is out of memory: {SHOWN_BY_PLAN}", True)
+        return Failure("out_of_memory", f"the host is out of memory: {SHOWN_BY_PLAN}")
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
-        reason = (
+        return Failure(
+            "failed",
             "the system starts no more threads for this user or container: raise `ulimit -u` or the container's limit"
-            " of processes, or end other programs"
+            " of processes, or end other programs",
         )
-        return Failure("failed", reason, True)
     if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
         where = f" ({error.filename})" if number and error.filename else ""
         place = "hydra.run.dir=PATH, for a sweep hydra.sweep.dir=PATH"
-        reason = f"the disk is full{where}: free some space, or choose another place with {place}"
-        return Failure("failed", reason, True)
+        return Failure("failed", f"the disk is full{where}: free some space, or choose another place with {place}")
     if number and error.filename is not None:
-        return Failure("failed", f"{error.filename}: {error.strerror}", True)
+        return Failure("failed", f"{error.filename}: {error.strerror}")
     # If the engine was never imported, the error cannot be one of its.
     sharing = sys.modules.get("offload.sharing")
     if sharing is not None and text.endswith(sharing.OWN_HOMES):
-        return Failure("failed", f"{text}: parallel.homes=own", True)
-    return Failure("failed", f"{type(error).__name__}: {text}", False)
+        return Failure("failed", f"{text}: parallel.homes=own")
+    return Failure("failed", f"{type(error).__name__}: {text}", fixable=False)
 
 
 def is_device_memory(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ class MetricsWriter:
     """Appends records to `name` in `run_dir`, which must exist; a resumed run continues its file.
 
     Records of steps after `after_step` are dropped, because the run makes them again; -1 drops all, also the evaluation
-    before the first step. Raises UserError if the file cannot be written, or has a line that is not a record.
+    before the first step. A line that is no record is left out. Raises UserError if the file cannot be written.
     """
 
     def __init__(self, run_dir: Path, after_step: int = -1, name: str = METRICS_FILE):
@@ -62,7 +62,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def stream_metrics(run_dir: Path, name: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
     """Yields what `read_metrics` returns, of the file `name` of the same form, and raises UserError as it does."""
     path = run_dir / name
-    try:
+    with _readable(path, missing="; name the directory of a run"):
         for number, line in enumerate(read_lines(path), start=1):
             if not line.endswith(b"\n"):
                 return
@@ -70,10 +70,6 @@ def stream_metrics(run_dir: Path, name: str = METRICS_FILE) -> Iterator[dict[str
                 yield _checked(json_object(line))
             except (UnreadableError, ValueError) as error:
                 raise UserError(f"{path}: line {number} is not a record: {error}; the file is damaged") from None
-    except MissingError as error:
-        raise UserError(f"{path}: {error}; name the directory of a run") from None
-    except UnreadableError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
@@ -86,13 +82,8 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """Reads the summary of a run. Raises UserError if there is none, it cannot be read, or it is damaged."""
     path = run_dir / SUMMARY_FILE
-    try:
+    with _readable(path, missing="; the run is not over or was killed, or this is not the directory of a run"):
         content = read_bytes(path)
-    except MissingError as error:
-        advice = "the run is not over or was killed, or this is not the directory of a run"
-        raise UserError(f"{path}: {error}; {advice}") from None
-    except UnreadableError as error:
-        raise UserError(f"{path}: {error}") from None
     try:
         return _checked(json_object(content))
     except (UnreadableError, ValueError) as error:
@@ -127,26 +118,17 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Cuts the file before its first record of a step after `step`, and before a damaged or unfinished line.
-
-    Raises UserError if a record follows that the run would not make again.
-    """
-    end, cut, damaged = 0, None, None
-    try:
-        for number, line in enumerate(read_lines(path), start=1):
-            record = _record_of(line)
-            keep = record is not None and record["train/step"] <= step
-            if cut is None and not keep:
-                cut, damaged = end, number if record is None and line.endswith(b"\n") else None
-            elif damaged is not None and keep:
-                raise UserError(f"{path}: line {damaged} is not a record; the file is damaged")
-            end += len(line)
-    except UnreadableError as error:
-        raise UserError(f"{path}: {error}") from None
-    if damaged is not None:
-        logger.warning("%s: line %d is not a record: it is cut off with the lines after it", path, damaged)
-    if cut is not None:
-        os.truncate(path, cut)
+    """Leaves the records of steps up to `step` alone; warns of whole lines that are no records."""
+    with _readable(path):
+        lines, kept = list(read_lines(path)), []
+    for number, line in enumerate(lines, start=1):
+        record = _record_of(line)
+        if record is None and line.endswith(b"\n"):
+            logger.warning("%s: line %d is not a record: it is left out", path, number)
+        elif record is not None and record["train/step"] <= step:
+            kept.append(line)
+    if kept != lines:
+        write_whole(path, b"".join(kept))
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:
@@ -156,6 +138,15 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
     except (UnreadableError, ValueError):
         return None
     return record if "train/step" in record and line.endswith(b"\n") else None
+
+
+@contextmanager
+def _readable(path: Path, missing: str = "") -> Iterator[None]:
+    """Raises an UnreadableError of the block as UserError, with advice behind it where the file is missing."""
+    try:
+        yield
+    except UnreadableError as error:
+        raise UserError(f"{path}: {error}{missing if isinstance(error, MissingError) else ''}") from None
 
 
 @contextmanager
