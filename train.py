@@ -33,7 +33,7 @@ from training.sweeps import cluster, launcher
 schema.register()
 help.register()
 launcher.register_launcher()
-cluster.register_launchers()
+cluster.register_launcher()
 register_fresh()
 
 

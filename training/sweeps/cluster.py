@@ -1,8 +1,7 @@
-"""Sweeps over a cluster: `hydra/launcher=submitit_slurm`, and `submitit_local` to try one out on this machine.
+"""Sweeps over a cluster: `hydra/launcher=submitit_slurm`.
 
-The package hydra-submitit-launcher gives the options and submits the jobs. A job does what one of
-`launcher.py` does: the command of a single run, in a fresh process, with its outcome written down. A job that
-the scheduler starts again, after preemption or the loss of its host, resumes.
+The package hydra-submitit-launcher gives the options and submits the jobs. A job does what one of `launcher.py` does,
+with its outcome written down; one that SLURM starts again, after preemption or the loss of its host, resumes.
 """
 
 import importlib.util
@@ -25,29 +24,30 @@ from training.sweeps.launcher import ProcessLauncher, job_environment, signals_i
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "hydra-submitit-launcher"
+OPTION = "hydra/launcher=submitit_slurm"
+# Hydra makes plugins only of classes named below this package.
+PLUGIN_NAME = "hydra_plugins.cluster.SlurmLauncher"
 # Seconds between two checks of the jobs. The scheduler itself is asked once in ten minutes at most.
 LOOK_S = 0.5
 # The plugin's options that are not sbatch's or submitit's own.
 FOLDER, RETRIES = "submitit_folder", "max_num_timeout"
-# Seconds before the end of a local job's time at which submitit sends its signal by default; a job ends earlier.
-LOCAL_DELAY_S, BEFORE_SIGNAL_S = 30, 5
+# Seconds before SLURM's signal at which a job is asked to end.
+BEFORE_SIGNAL_S = 5
 
 
-def register_launchers() -> None:
-    """Makes the launchers known to Hydra; without their package, they refuse a sweep in one line."""
-    for cluster, launcher in LAUNCHERS.items():
-        Plugins.instance().class_name_to_class[_plugin_name(cluster)] = launcher
-        ConfigStore.instance().store(group="hydra/launcher", name=f"submitit_{cluster}", node=_options(cluster))
+def register_launcher() -> None:
+    """Makes the launcher known to Hydra; without its package, it refuses a sweep in one line."""
+    Plugins.instance().class_name_to_class[PLUGIN_NAME] = SlurmLauncher
+    ConfigStore.instance().store(group="hydra/launcher", name="submitit_slurm", node=_options())
 
 
-def _options(cluster: str) -> Any:
+def _options() -> Any:
     if not is_installed():
         # Every key is taken, so that the error is that of the missing package.
-        return OmegaConf.create({"_target_": _plugin_name(cluster)}, flags={"struct": False})
-    from hydra_plugins.hydra_submitit_launcher import config
+        return OmegaConf.create({"_target_": PLUGIN_NAME}, flags={"struct": False})
+    from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
-    options = {"local": config.LocalQueueConf, "slurm": config.SlurmQueueConf}[cluster]
-    return make_dataclass(options.__name__, [("_target_", str, _plugin_name(cluster))], bases=(options,))
+    return make_dataclass("SlurmOptions", [("_target_", str, PLUGIN_NAME)], bases=(SlurmQueueConf,))
 
 
 def is_installed() -> bool:
@@ -55,11 +55,6 @@ def is_installed() -> bool:
     if importlib.util.find_spec("submitit") is None or importlib.util.find_spec("hydra_plugins") is None:
         return False
     return importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
-
-
-def _plugin_name(cluster: str) -> str:
-    # Hydra makes plugins only of classes named below this package.
-    return f"hydra_plugins.cluster.{cluster.capitalize()}Launcher"
 
 
 @dataclass
@@ -88,15 +83,11 @@ class ClusterJob:
         return self.job
 
 
-class ClusterLauncher(ProcessLauncher):
-    """Submits each job to a scheduler, as one task on one host; the job starts its own ranks.
+class SlurmLauncher(ProcessLauncher):
+    """Submits each job to SLURM, as one task on one host; the job starts its own ranks.
 
-    It asks for `gpus_per_node` GPUs, or as many as the job has devices.
+    It asks for `gpus_per_node` GPUs, or as many as the job has devices. An interrupted sweep leaves its jobs there.
     """
-
-    cluster = ""
-    ends_jobs = False
-    """True: an interrupted sweep ends its jobs. Those in a queue stay there."""
 
     def __init__(self, **options: Any):
         super().__init__(options.get("timeout_min"))
@@ -104,7 +95,7 @@ class ClusterLauncher(ProcessLauncher):
 
     def _check_options(self) -> None:
         if not is_installed():
-            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {PACKAGE} is missing: pip install {PACKAGE}")
+            raise UserError(f"{OPTION}: {PACKAGE} is missing: pip install {PACKAGE}")
         super()._check_options()
         for key, why in (
             ("nodes", "a job of a sweep has one host: scripts/slurm.sbatch runs one run on several"),
@@ -131,11 +122,7 @@ class ClusterLauncher(ProcessLauncher):
                 submitted += zip(same, self._submit(same, gpus, group), strict=True)
             self._wait(submitted)
         except KeyboardInterrupt:
-            left = [(job, handle) for job, handle in submitted if job.exit_status is None]
-            if left and self.ends_jobs:
-                self._end(left)
-            elif left:
-                ids = " ".join(handle.job_id for _, handle in left)
+            if ids := " ".join(handle.job_id for job, handle in submitted if job.exit_status is None):
                 print(f"\nthe jobs stay in the queue: scancel {ids} ends them; the same command with resume=auto and")
                 print(f"hydra.sweep.dir={self._config.hydra.sweep.dir}, once they have ended, runs what is missing")
             raise
@@ -153,23 +140,21 @@ class ClusterLauncher(ProcessLauncher):
         options = self._options | {"gpus_per_node": gpus}
         shared = ("cpus_per_task", "gpus_per_node", "mem_gb", "name", "stderr_to_stdout", "timeout_min")
         own = [key for key in options if key not in (*shared, FOLDER, RETRIES, "nodes", "tasks_per_node")]
-        parameters = {key: options[key] for key in shared} | {f"{self.cluster}_{key}": options[key] for key in own}
-        delay_s = options.get("signal_delay_s", LOCAL_DELAY_S) + BEFORE_SIGNAL_S
+        parameters = {key: options[key] for key in shared} | {f"slurm_{key}": options[key] for key in own}
+        delay_s = options["signal_delay_s"] + BEFORE_SIGNAL_S
         calls = [ClusterJob(job, self._command(job), group, delay_s) for job in jobs]
         try:
-            executor = submitit.AutoExecutor(folder=options[FOLDER], cluster=self.cluster)
+            executor = submitit.AutoExecutor(folder=options[FOLDER], cluster="slurm")
             executor.update_parameters(
                 nodes=1, tasks_per_node=1, **{key: value for key, value in parameters.items() if value is not None}
             )
             with _found_from_anywhere():
                 handles = executor.submit_array(calls)
         except (RuntimeError, ValueError, NameError, OSError) as error:
-            raise UserError(
-                f"hydra/launcher=submitit_{self.cluster}: no job was submitted: {first_line(error)}"
-            ) from error
+            raise UserError(f"{OPTION}: no job was submitted: {first_line(error)}") from error
         for job, handle in zip(jobs, handles, strict=True):
             job.queued = True
-            print(f"job {job.number} is {self.cluster}'s job {handle.job_id}; its output: {handle.paths.stdout}")
+            print(f"job {job.number} is slurm's job {handle.job_id}; its output: {handle.paths.stdout}")
         return handles
 
     def _wait(self, submitted: Sequence[tuple[SweepJob, Any]]) -> None:
@@ -182,29 +167,6 @@ class ClusterLauncher(ProcessLauncher):
                 job = pair[0]
                 print(f"job {job.number}: {': '.join(filter(None, job.outcome))}", flush=True)
             time.sleep(LOOK_S if waiting else 0)
-
-    def _end(self, submitted: Sequence[tuple[SweepJob, Any]]) -> None:
-        """Asks the jobs to save and end, and waits for that; a second signal leaves them."""
-        for _, handle in submitted:
-            with suppress(ProcessLookupError):
-                os.kill(int(handle.job_id), signal.SIGTERM)
-        print("waiting for the jobs to finish their steps and save", flush=True)
-        with suppress(KeyboardInterrupt):
-            self._wait(submitted)
-
-
-class LocalLauncher(ClusterLauncher):
-    """Starts all jobs at once, as processes of this machine, whose ids are those of the jobs."""
-
-    cluster = "local"
-    ends_jobs = True
-
-
-class SlurmLauncher(ClusterLauncher):
-    cluster = "slurm"
-
-
-LAUNCHERS = {"local": LocalLauncher, "slurm": SlurmLauncher}
 
 
 def _complete(job: SweepJob, handle: Any) -> None:

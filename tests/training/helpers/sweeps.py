@@ -34,7 +34,7 @@ from training.runs.signals import end_with_parent
 from training.runs.signals import StopRequest
 
 launcher.register_launcher()
-cluster.register_launchers()
+cluster.register_launcher()
 signals.SAME_REQUEST_S = float(os.environ.get("SAME_REQUEST_S", signals.SAME_REQUEST_S))
 
 

@@ -1,4 +1,4 @@
-"""Sweeps through submitit: on this machine, and through programs that stand in for SLURM's."""
+"""Sweeps through submitit and programs that stand in for SLURM's."""
 
 import os
 import signal
@@ -9,13 +9,12 @@ from omegaconf import OmegaConf
 
 pytest.importorskip("submitit", reason="hydra-submitit-launcher is not installed (pip install hydra-submitit-launcher)")
 
-from tests.training.helpers.sweeps import Sweep, start, wait_for, write_script
+from tests.training.helpers.sweeps import Sweep, start, write_script
 from training.errors import UserError
 from training.sweeps import cluster
-from training.sweeps.cluster import ClusterJob, LocalLauncher, SlurmLauncher
+from training.sweeps.cluster import ClusterJob, SlurmLauncher
 from training.sweeps.job import SweepJob
 
-LOCAL = ("-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep")
 # sbatch runs the script once for each number of its array, beside itself. Number 1 loses its host, if KILL is set.
 SBATCH = """#!/bin/bash
 last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$1")
@@ -40,13 +39,6 @@ echo "JobID|State|NodeList"
 """
 
 
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory) -> Sweep:
-    folder = tmp_path_factory.mktemp("local")
-    write_script(folder)
-    return Sweep(start(folder, *LOCAL, "act=ok,raise,kill", "note='[a, b]'"), folder / "sweep")
-
-
 def slurm(folder: Path, *arguments: str, lost: str) -> Sweep:
     """Runs a sweep with programs in place of SLURM's; number `lost` of the array loses its host."""
     write_script(folder)
@@ -60,44 +52,26 @@ def slurm(folder: Path, *arguments: str, lost: str) -> Sweep:
     return Sweep(start(folder, *command, environment=environment), folder / "sweep")
 
 
-def test_the_comparison_shows_how_each_job_ended(sweep: Sweep):
-    rows = [tuple(sweep.row(number)[column] for column in ("name", "status", "why")) for number in range(3)]
+@pytest.mark.slow
+def test_slurm_gets_an_array_and_a_job_whose_host_is_lost_is_a_row(tmp_path: Path):
+    keys = ("hydra.launcher.partition=long", "hydra.launcher.timeout_min=90")
+    done = slurm(tmp_path, "act=ok,exit,raise,kill", "note='[a, b]'", *keys, lost="1")
+    (script,) = tmp_path.glob("script-*")
+    lines = {line.removeprefix("#SBATCH --") for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
+    assert {"array=0-3%4", "partition=long", "time=90", "nodes=1", "ntasks-per-node=1", "gpus-per-node=1"} <= lines
+    assert "job 1 is slurm's job 7_1; its output: " in done.stdout
+    assert done.seen(0)["note"] == "[a, b]"
+    assert done.row(1)["why"].startswith("7_1 ended as NODE_FAIL (")
+    killed = "SIGKILL, as the kernel does when the host is out of memory"
+    rows = [tuple(done.row(number)[column] for column in ("name", "status", "why")) for number in (0, 2, 3)]
     assert rows == [
         ("act=ok", "ok", ""),
         ("act=raise", "failed", "ValueError: a broken [job]"),
-        ("act=kill", "killed", "SIGKILL, as the kernel does when the host is out of memory"),
+        ("act=kill", "killed", killed),
     ]
-    assert sweep.exit_status == 1
-    killed = "job 2 killed: SIGKILL, as the kernel does when the host is out of memory"
-    assert sweep.stderr.splitlines()[-1] == f"error: job 1 failed: ValueError: a broken [job]; {killed}"
-    lines = sweep.stdout.splitlines()
-    assert {"job 0: ok", "job 1: failed: ValueError: a broken [job]"} <= {*lines}
-    assert any(line.startswith("job 0 is local's job ") for line in lines)
-
-
-@pytest.mark.slow
-def test_an_interrupted_sweep_waits_until_its_jobs_are_saved(tmp_path: Path):
-    write_script(tmp_path)
-    process = start(tmp_path, *LOCAL, "act=save", "note=1", "kind=plain")
-    wait_for(tmp_path / "sweep" / "0" / "saves")
-    process.send_signal(signal.SIGTERM)
-    done = Sweep(process, tmp_path / "sweep")
-    assert done.exit_status == 130
-    assert done.summary(0) == {"status": "stopped", "reason": "SIGTERM"}
-    assert "waiting for the jobs to finish their steps and save" in done.stdout
-
-
-@pytest.mark.slow
-def test_slurm_gets_an_array_and_a_job_whose_host_is_lost_is_a_row(tmp_path: Path):
-    done = slurm(tmp_path, "note=a,b", "hydra.launcher.partition=long", "hydra.launcher.timeout_min=90", lost="1")
-    (script,) = tmp_path.glob("script-*")
-    lines = {line.removeprefix("#SBATCH --") for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
-    assert {"array=0-1%2", "partition=long", "time=90", "nodes=1", "ntasks-per-node=1", "gpus-per-node=1"} <= lines
-    assert "job 1 is slurm's job 7_1; its output: " in done.stdout
-    assert (done.seen(0)["note"], done.summary(0)["status"]) == ("a", "ok")
-    assert done.row(1)["status"] == "killed"
-    assert done.row(1)["why"].startswith("7_1 ended as NODE_FAIL (")
-    assert done.exit_status == 1
+    assert (done.exit_status, done.row(1)["status"]) == (1, "killed")
+    assert done.stderr.splitlines()[-1].endswith(f"; job 2 failed: ValueError: a broken [job]; job 3 killed: {killed}")
+    assert {"job 0: ok", "job 2: failed: ValueError: a broken [job]"} <= {*done.stdout.splitlines()}
 
 
 def test_an_interrupted_sweep_leaves_slurm_s_jobs_and_tells_how_to_end_them(tmp_path: Path, capsys):
@@ -146,13 +120,13 @@ def test_the_scheduler_s_signals_end_a_job_saved(tmp_path: Path, number: signal.
 
 
 def test_a_job_asks_for_a_gpu_for_each_device():
-    def gpus(launcher: LocalLauncher, **config) -> int | None:
+    def gpus(launcher: SlurmLauncher, **config) -> int | None:
         return launcher._gpus(OmegaConf.create(config))
 
-    launcher = LocalLauncher(timeout_min=60, gpus_per_node=None)
+    launcher = SlurmLauncher(timeout_min=60, gpus_per_node=None)
     assert gpus(launcher, device="auto", devices=2) == 2
     assert gpus(launcher, device="cpu", devices=2) is None
-    assert gpus(LocalLauncher(timeout_min=60, gpus_per_node=8), device="cuda", devices=2) == 8
+    assert gpus(SlurmLauncher(timeout_min=60, gpus_per_node=8), device="cuda", devices=2) == 8
 
 
 @pytest.mark.parametrize(
@@ -181,7 +155,7 @@ def test_a_scheduler_that_is_not_there_takes_no_job(tmp_path: Path):
 def test_without_the_package_one_line_tells_how_to_install_it(monkeypatch):
     monkeypatch.setattr(cluster, "is_installed", lambda: False)
     # Keys that only the package knows are taken.
-    node = OmegaConf.merge(OmegaConf.create(cluster._options("slurm")), {"partition": "long"})
+    node = OmegaConf.merge(OmegaConf.create(cluster._options()), {"partition": "long"})
     launcher = SlurmLauncher(**{key: value for key, value in node.items() if key != "_target_"})
     with pytest.raises(UserError, match=r"submitit_slurm: .* is missing: pip install hydra-submitit-launcher$"):
         launcher._check_options()
