@@ -85,7 +85,6 @@ class Run:
 def find_runs(directories: Sequence[Path]) -> list[Run]:
     """Returns the runs in and below `directories`, each once, in natural order. Raises UserError for none."""
     found: dict[str, Run] = {}
-    unreadable = []
     for directory in directories:
         if not directory.is_dir():
             raise UserError(f"{directory}: no such directory; name the directory of a run or of a sweep")
@@ -93,12 +92,9 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
             place = os.path.realpath(path)
             if place not in found:
                 found[place] = Run(path, "failed", damage) if damage else read_run(path)
-                unreadable += [f"{path}: {damage}"] if damage else []
     if not found:
         names = ", ".join(map(str, directories))
         raise UserError(f"{names}: no run in here; name directories that train.py wrote, as outputs or multirun")
-    if len(unreadable) == len(found):
-        raise UserError(f"{unreadable[0]}; name directories of runs only")
     return list(found.values())
 
 
@@ -149,21 +145,14 @@ def read_run(directory: Path) -> Run:
 
 def _run_directories(directory: Path) -> Iterator[tuple[Path, str]]:
     """Yields the directories of runs, and those that cannot be looked into, with the reason; it is empty for a run."""
-    # Not recursive: a tree may be deeper than Python's stack.
-    waiting = [directory]
-    while waiting:
-        path = waiting.pop()
-        if _is_run(path):
-            yield path, ""
-            continue
-        try:
-            with os.scandir(path) as entries:
-                inside = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
-        except OSError as error:
-            yield path, f"it cannot be read ({error.strerror})"
-            continue
-        visible_ones = [child for child in inside if not child.name.startswith(".")]
-        waiting += sorted(visible_ones, key=_natural, reverse=True)
+    closed: list[OSError] = []
+    for path, folders, _ in os.walk(directory, onerror=closed.append):
+        if _is_run(Path(path)):
+            yield Path(path), ""
+            folders.clear()
+        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_natural)
+    for error in closed:
+        yield Path(error.filename), f"it cannot be read ({error.strerror})"
 
 
 def _is_run(directory: Path) -> bool:
@@ -174,11 +163,10 @@ def _is_run(directory: Path) -> bool:
     return os.path.lexists(directory / CONFIG_FILE) and os.path.lexists(directory / LOCK_FILE)
 
 
-def _natural(path: Path) -> list[tuple[int, int, str]]:
+def _natural(name: str) -> list[tuple[int, int, str]]:
     """Returns a sort key that puts job 10 after job 9."""
-    parts = re.split(r"(\d+)", path.name)
     # Not isdigit: a superscript is a digit, and int refuses it.
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def _outcome(directory: Path, damage: list[str]) -> tuple[str, str, dict[str, Any]]:
@@ -231,8 +219,6 @@ def _read(read: Callable[[Path], dict[str, Any]], path: Path, damage: list[str])
     """Reads a file that describes a run; if that fails, appends the reason to `damage` and returns an empty dict."""
     try:
         return read(path)
-    except MissingError:
-        return {}
     except UnreadableError as error:
-        damage.append(f"{path}: {error}")
+        damage += [] if isinstance(error, MissingError) else [f"{path}: {error}"]
         return {}

@@ -84,9 +84,9 @@ def test_a_folder_that_cannot_be_read_is_one_row(write_run, tmp_path: Path, monk
     closed.mkdir()
     scandir = os.scandir
 
-    def refusing(path: Path):
-        if path == closed:
-            raise PermissionError(13, "Permission denied", str(path))
+    def refusing(path: str):
+        if Path(path) == closed:
+            raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
