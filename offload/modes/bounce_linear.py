@@ -15,8 +15,7 @@ from torch import nn
 
 from offload.knobs import knob
 from offload.modes.weight_mode import WeightMode
-from offload.weights.units.joining import join_small
-from offload.weights.units.partition import CutPoint
+from offload.weights.units.partition import CutPoint, join_small
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Their forward reads the weights of the layers inside them without calling those layers.
@@ -30,7 +29,7 @@ class BounceLinear(WeightMode):
     """Streams Linear and Conv layers one by one, subclasses too. A unit is one layer; small ones join a neighbour's.
 
     Other modules that compute with a matrix are layers as well: recurrent ones, the experts of a mixture in one tensor,
-    those of other packages. Which layers are small, and whose unit they join: see `offload.weights.units.joining`.
+    those of other packages. Which layers are small, and whose unit they join: see `offload.weights.units.partition`.
 
     Args:
         outside: every other parameter (embeddings, norms) is resident, or streams in the unit of the layer that follows

@@ -15,8 +15,7 @@ from torch import nn
 from offload.blocks import find_blocks, outside_blocks
 from offload.knobs import knob
 from offload.modes.weight_mode import WeightMode
-from offload.weights.units.joining import join_small
-from offload.weights.units.partition import CutPoint
+from offload.weights.units.partition import CutPoint, join_small
 
 
 @dataclass(kw_only=True, eq=False)
@@ -26,7 +25,7 @@ class LayerStream(WeightMode):
     Args:
         layers: dotted path of the list of blocks, such as model.layers; null finds all lists of blocks.
         outside: the modules outside the blocks (embedding, head, final norm) are resident, or stream, each as a unit of
-            its own; small ones join a neighbour's (see `offload.weights.units.joining`).
+            its own; small ones join a neighbour's (see `offload.weights.units.partition`).
         slots: blocks that fit on the device at a time, each in a buffer as large as the largest.
         prefetch: blocks fetched ahead of the one that computes: below slots; null is as many as the slots allow.
         resident: stays on the device after all, the first blocks and others spread evenly: a number of blocks (8), a

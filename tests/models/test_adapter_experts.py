@@ -28,7 +28,7 @@ from models.hf import TransformersModel, build_hf
 from models.quantise import quantise
 from models.quantise_formats import FORMATS
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap, find_blocks, recompute
-from offload.weights.units import joining
+from offload.weights.units import partition
 from tests.models.helpers.adapted import disturb, fill_base, with_memory
 from tests.models.helpers.hf_models import GROUPED, MIXTRAL, tiny
 from tests.models.helpers.saving import save_adapter
@@ -205,7 +205,7 @@ def of_the_resident_model(name: str, format: str | None = None) -> list[Tensor]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, small_activations: None) -> None:
     # As small as these models are, layers would join their neighbours.
-    monkeypatch.setattr(joining, "SMALL_BYTES", 1)
+    monkeypatch.setattr(partition, "SMALL_BYTES", 1)
 
 
 @pytest.mark.parametrize(

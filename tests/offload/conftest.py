@@ -10,7 +10,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from offload.modes import tensor_swap
 from offload.streams import registry
-from offload.weights.units import joining
+from offload.weights.units import partition
 from tests.offload.helpers.late import make_late, poison_slots
 from tests.offload.helpers.sharers import use_collectives
 from tests.offload.helpers.small import swap_small
@@ -83,6 +83,6 @@ def small_things_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Few of these come back at a time.
     """
-    monkeypatch.setattr(joining, "SMALL_BYTES", 0)
+    monkeypatch.setattr(partition, "SMALL_BYTES", 0)
     monkeypatch.setattr(tensor_swap, "MIN_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "PREFETCH_BYTES", 2000)
