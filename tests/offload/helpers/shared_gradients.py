@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from offload.modes.mode import AttachOptions, Mode
 from offload.streams.stream_checker import CheckedStreams
+from tests.offload.helpers.shared_training import sum_rest
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 Losses = Sequence[Sequence[Callable[[nn.Module], Tensor]]]
@@ -33,28 +34,13 @@ def _shared(sharers: ThreadSharers, model: nn.Module, make: Callable[[], Mode], 
     for of_step in losses:
         with attached.step():
             attached.accumulate([partial(of_step[sharers.number], model)])
-        summed = attached.summed_parameters()
-        for parameter in model.parameters():
-            if parameter not in summed:
-                sum_over(sharers, parameter)
+        sum_rest(model, attached, sharers)
         found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
         sharers.laid_down(None)
         model.zero_grad(set_to_none=True)
     sharers.laid_down(None)
     attached.detach()
     return found
-
-
-def sum_over(sharers: ThreadSharers, parameter: nn.Parameter) -> None:
-    """Sums a gradient that the mode has left to its caller."""
-    everyone = [gradient for gradient in sharers.laid_down(parameter.grad) if gradient is not None]
-    total = sum(everyone[1:], everyone[0].clone()) if everyone else None
-    sharers.laid_down(None)
-    if total is not None and parameter.grad is not None:
-        parameter.grad.copy_(total)
-    elif total is not None:
-        parameter.grad = total
-    sharers.laid_down(None)
 
 
 def _alone(model: nn.Module, losses: Sequence[Callable[[nn.Module], Tensor]]) -> Gradients:

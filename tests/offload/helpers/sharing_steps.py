@@ -18,6 +18,7 @@ from offload.speculation.trials import Speculation
 from offload.streams.stream_checker import CheckedStreams
 from offload.streams.transfer import Counters
 from tests.offload.helpers.models import stack_inputs
+from tests.offload.helpers.shared_training import sum_rest
 from tests.offload.helpers.sharers import ThreadSharers
 from tests.offload.helpers.updates import host_adamw, states_of
 from training.run.loop import clip_scale, gradient_norm
@@ -69,11 +70,7 @@ class Sharer:
 
     def update(self, step: int) -> float:
         """Sums what is not summed yet, and ends the step as the loop does; returns the norm."""
-        summed = self.attached.summed_parameters()
-        for parameter in self.model.parameters():
-            if parameter not in summed:
-                first, *others = self.sharers.laid_down(parameter.grad.clone())
-                parameter.grad.copy_(functools.reduce(Tensor.add_, others, first.clone()))
+        sum_rest(self.model, self.attached, self.sharers)
         norm = gradient_norm(self.model, self.attached.gradient_norms())
         if math.isfinite(norm):
             self.optimizer.step(scale=clip_scale(norm, self.clip_norm))

@@ -18,7 +18,7 @@ from offload.sharing import device_sums, slices
 from offload.sharing.device_sums import SUMS_AT_ONCE, DeviceSums
 from offload.sharing.gather_filler import GatherFiller
 from offload.streams.stream_checker import CheckedStreams
-from tests.offload.helpers.shared_gradients import sum_over
+from tests.offload.helpers.shared_training import sum_rest
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 STEPS = 3
@@ -79,9 +79,7 @@ def steps_of(
                 losses_of(model, step, sharers.number, microbatches, **options_of(step, sharers.number))
             )
         summed = attached.summed_parameters()
-        for parameter in stays.values():
-            if parameter not in summed:
-                sum_over(sharers, parameter)
+        sum_rest(model, attached, sharers)
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in stays.items()}
         found.append((gradients, {name for name, p in stays.items() if p in summed}))
         model.zero_grad()
@@ -222,13 +220,10 @@ def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, device
         optimizer = HostAdamW(mine.parameters(), lr=0.1, threads=1)
         attached.overlap(optimizer, early=True, device_share=device_share)
         optimizer.allocate()
-        stays = [parameter for parameter in mine.parameters() if parameter not in attached.shared_parameters]
         for step in range(4):
             with attached.step():
                 attached.accumulate(losses_of(mine, step, sharers.number, 1))
-            for parameter in stays:
-                if parameter not in attached.summed_parameters():
-                    sum_over(sharers, parameter)
+            sum_rest(mine, attached, sharers)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.finish()

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import AttachOptions
+from offload.modes.mode import Attached, AttachOptions
 from offload.optimizer import states
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
@@ -293,50 +294,39 @@ class Changing(nn.Module):
         return hidden * self.weight
 
 
-def test_a_forward_that_changes_a_weight_which_sharers_share_is_refused():
+def change_in_forward(layer: nn.Module, attached: Attached) -> None:
+    with attached.step(), torch.no_grad():
+        layer(torch.ones(2, 4))
+
+
+def give_data(layer: nn.Module, attached: Attached) -> None:
+    layer.weight.data = torch.ones(4, 4)
+    with attached.step():
+        pass
+
+
+def make_states(layer: nn.Module, attached: Attached) -> None:
+    optimizer = HostAdamW(layer.parameters(), threads=1)
+    optimizer.allocate()
+    attached.overlap(optimizer, early=False)
+
+
+@pytest.mark.parametrize(
+    ("layer", "misuse", "message"),
+    [
+        (Changing, change_in_forward, "layers.0.weight was changed in a forward, and several processes"),
+        (partial(nn.Linear, 4, 4), give_data, "layers.0.weight was given other data, and several processes share"),
+        (partial(nn.Linear, 4, 4), make_states, "states that exist cannot be shared"),
+    ],
+)
+def test_what_sharers_cannot_do_is_refused(layer: Callable, misuse: Callable, message: str):
     def work(sharers: ThreadSharers) -> None:
-        model, mode = model_of(Changing()), LayerStream(layers="layers")
+        model, mode = model_of(layer()), LayerStream(layers="layers")
         attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
-        with attached.step(), torch.no_grad():
-            model.layers[0](torch.ones(2, 4))
-
-    with pytest.raises(RuntimeError, match=r"^layers.0.weight was changed in a forward, and several processes"):
-        as_sharers(2, work)
-
-
-def test_data_that_takes_the_place_of_what_sharers_share_is_refused():
-    def work(sharers: ThreadSharers) -> None:
-        model, mode = model_of(nn.Linear(4, 4)), LayerStream(layers="layers")
-        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
-        model.layers[0].weight.data = torch.ones(4, 4)
-        with attached.step():
-            pass
-
-    with pytest.raises(RuntimeError, match=r"^layers.0.weight was given other data, and several processes share"):
-        as_sharers(2, work)
-
-
-def test_a_parameter_that_is_not_contiguous_is_refused():
-    def work(sharers: ThreadSharers) -> None:
-        layer = nn.Linear(4, 4)
-        layer.weight = nn.Parameter(torch.ones(4, 4).t())
-        options = AttachOptions(sharers=sharers)
-        LayerStream(layers="layers").attach(model_of(layer), CheckedStreams(torch.device("cpu")), options)
-
-    with pytest.raises(ValueError, match=r"^layers.0.weight has strides \(1, 4\)"):
-        as_sharers(2, work)
-
-
-def test_states_that_exist_before_slices_are_known_are_refused():
-    def work(sharers: ThreadSharers) -> None:
-        model, mode = model_of(nn.Linear(4, 4)), LayerStream(layers="layers")
-        attached = mode.attach(model, CheckedStreams(torch.device("cpu")), AttachOptions(sharers=sharers))
-        optimizer = HostAdamW(model.parameters(), threads=1)
-        optimizer.allocate()
         try:
-            attached.overlap(optimizer, early=False)
+            misuse(model.layers[0], attached)
         finally:
             attached.detach()
 
-    with pytest.raises(RuntimeError, match=r"^states that exist cannot be shared"):
+    with pytest.raises(RuntimeError, match=f"^{message}"):
         as_sharers(2, work)
