@@ -131,6 +131,8 @@ class Template:
         from tokenizers import Tokenizer
 
         encoder = Tokenizer.from_str(self._pretrained.backend_tokenizer.to_str())
+        # The text of a tokenizer does not have it.
+        encoder.encode_special_tokens = self._pretrained.split_special_tokens
         # It adds no token here, but may cut spaces off the offsets of tokens.
         encoder.post_processor = None
         encoder.no_truncation()

@@ -22,6 +22,16 @@ def test_the_tokenizers_template_renders_as_transformers_does() -> None:
         assert text == tokenizer.pretrained.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompting)
 
 
+def test_special_tokens_are_split_where_the_tokenizer_does() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.pretrained.split_special_tokens = True
+    chat = [{"role": "user", "content": "Hello"}]
+    expected = tokenizer.pretrained.apply_chat_template(chat, return_dict=True)["input_ids"]
+    ((encoding, _),) = Template(tokenizer).encoded([("row", Template(tokenizer).render(Conversation(chat))[0], None)])
+    assert encoding.ids == expected
+    assert tokenizer.pretrained.convert_tokens_to_ids("<|im_start|>") not in expected
+
+
 def test_a_file_replaces_it(write) -> None:
     text, spans = Template(chat_tokenizer(), write("marked.jinja", MARKED)).render(ROW)
 
