@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from training.config import help, schema
 from training.config.own_options import register_own
-from training.config.validation import check, check_presence, warn_of_keys_without_effect
+from training.config.validation import check, warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
 from training.parallel.world import World, refuse_other_launchers, settle_devices
@@ -44,7 +44,6 @@ def main(config: DictConfig) -> None:
     with refusals_reported(), locked(run_dir), failures_recorded(run_dir) as directory:
         directory.propose(config, invocation)
         invocation.refuse_unswept()
-        check_presence(config)
         world = World.of_environment()
         settle_devices(config, world, invocation.overridden)
         check(config)

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -52,16 +52,6 @@ def check(config: DictConfig) -> None:
     _check_rules(config)
     make_mode(config.offload)
     check_optimizer(config.optimizer)
-
-
-def check_presence(config: DictConfig) -> None:
-    """Raises UserError for a key or a section that `~KEY` has removed; others may refer to it."""
-    for entry in fields(OmegaConf.get_type(config)):
-        if entry.name in config or entry.name in SCHEMAS:
-            continue
-        if is_dataclass(entry.type):
-            raise UserError(f"~{entry.name}: its keys cannot be left out: give them values, {entry.name}.KEY=VALUE")
-        raise UserError(f"~{entry.name}: the key cannot be left out: give it a value, {entry.name}=VALUE")
 
 
 def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:

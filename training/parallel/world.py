@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Self
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from training.errors import UserError
 from training.visible_text import visible
@@ -44,9 +44,11 @@ class World:
 def settle_devices(config: DictConfig, world: World | None, overridden: Collection[str] = ()) -> None:
     """Writes torchrun's numbers into `config`. Raises UserError for other `overridden` ones, and hosts without it."""
     if world is None:
-        if config.parallel.hosts > 1 and not config.plan:
+        # Before `check`, which names a section that was left out.
+        hosts = OmegaConf.select(config, "parallel.hosts") or 1
+        if hosts > 1 and not config.plan:
             raise UserError(
-                f"parallel.hosts={config.parallel.hosts}: this process can start ranks on its own host only: start one"
+                f"parallel.hosts={hosts}: this process can start ranks on its own host only: start one"
                 " torchrun on each host, as scripts/slurm.sbatch does, or give parallel.hosts=1"
             )
         return

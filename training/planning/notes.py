@@ -1,15 +1,13 @@
-"""The notes of a plan: what a run does not stream, quantise or adapt, and what the plan leaves out."""
+"""The notes of a plan: what a run does not stream or adapt, and what the plan leaves out."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from models.adapter_targets import linear_names
 from models.adapters import adapter_layers, config_of, is_adapted, root_of, without_adapters
-from models.quantise import QuantisedWeight
 from offload import WeightMode
 from offload.knobs import format_bytes
 from training.config.modes import weights_node
-from training.config.schema import quantises
 from training.parallel.world import ranks_of_host
 from training.settle.components import Components
 
@@ -42,7 +40,6 @@ def notes_of(components: Components, reference_note: str | None = None) -> list[
         reference_note,
         staying_note(components),
         unmatched_note(components),
-        unquantised_note(components),
         unadapted_note(components),
     )
     return [note for note in found if note]
@@ -110,24 +107,6 @@ def unmatched_note(components: Components) -> str | None:
 def _weight_mode(components: Components) -> WeightMode | None:
     weights = getattr(components.mode, "weights", components.mode)
     return weights if isinstance(weights, WeightMode) else None
-
-
-def unquantised_note(components: Components) -> str | None:
-    """Returns a line with the largest weights that are not quantised, where they are more than a tenth.
-
-    None where the user chose the layers.
-    """
-    config = components.config
-    if not quantises(config) or config.quantize.include or config.quantize.exclude:
-        return None
-    sizes = {name: (each.numel() * each.dtype.itemsize, each) for name, each in components.model.named_parameters()}
-    everything = sum(nbytes for nbytes, _ in sizes.values())
-    left = {name: nbytes for name, (nbytes, each) in sizes.items() if not isinstance(each, QuantisedWeight)}
-    if sum(left.values()) <= (1 - MOST) * everything:
-        return None
-    shown = _largest(left, everything)
-    share = sum(left.values()) / everything
-    return f"{share:.0%} of the weights, in bytes without quantising, are not quantised{': ' if shown else ''}{shown}"
 
 
 def unadapted_note(components: Components) -> str | None:

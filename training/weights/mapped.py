@@ -1,6 +1,5 @@
 """Frozen weights that stay in their files (`source=mapped`): where they are, for the mode of a run."""
 
-
 from omegaconf import DictConfig
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""A plan names weights that do not stream, are not quantised, or have no adapter."""
+"""A plan names weights that do not stream, or have no adapter."""
 
 from dataclasses import replace
 
@@ -10,14 +10,11 @@ from tests.training.helpers import streamed_shapes
 from tests.training.helpers.in_process import SMALL_MODEL, components_of
 from training.planning.dry_step import dry_step
 from training.planning.machine import machine_of
-from training.planning.notes import staying_note, streamed_share, unadapted_note, unmatched_note, unquantised_note
+from training.planning.notes import staying_note, streamed_share, unadapted_note, unmatched_note
 from training.planning.plan import plan_run
 
 # The embedding and the head are half of such a model.
 MODEL = (*SMALL_MODEL, "model.vocab_size=512", "offload=layer_stream")
-
-
-LARGE = ("model.vocab_size=256", "model.hidden_size=128", "model.intermediate_size=4096")
 
 
 @pytest.mark.parametrize(
@@ -33,9 +30,6 @@ LARGE = ("model.vocab_size=256", "model.hidden_size=128", "model.intermediate_si
             unmatched_note,
             (*MODEL, "offload=tensor_swap", "offload@offload.weights=layer_stream", "offload.weights.exclude=['*.0']"),
         ),
-        (unquantised_note, SMALL_MODEL),
-        (unquantised_note, (*SMALL_MODEL, "quantize=int8", "quantize.exclude=['*.mlp.*']")),
-        (unquantised_note, (*SMALL_MODEL, *LARGE, "quantize=int8")),
         (unadapted_note, SMALL_MODEL),
         (unadapted_note, (*SMALL_MODEL, "adapter=lora", "adapter.modules_to_save=[lm_head]")),
     ],
@@ -101,25 +95,18 @@ def test_adapters_that_stay_by_choice_are_not_named():
     assert "lora" not in note
 
 
-# The embedding and the head are half of such a model.
-WIDE = (*SMALL_MODEL, "model.vocab_size=512")
-
-
-def test_the_largest_that_are_not_quantised_are_named():
-    components = components_of(*WIDE, "quantize=int8")
-    note = unquantised_note(components)
-    assert note == (
-        "64% of the weights, in bytes without quantising, are not quantised:"
-        " model.embed_tokens.weight (0.06 MiB), lm_head.weight (0.06 MiB)"
-    )
-    assert note in plan_run(components, machine_of(components), has_gpu=True).notes
-
-
 @pytest.mark.parametrize(("quantize", "read_and_written"), [("int8", 1 + 4 + 4 + 2), ("nf4", 0.5 + 2)])
 @pytest.mark.parametrize("offload", ["none", "layer_stream"])
 @pytest.mark.slow
 def test_a_plan_counts_the_time_to_dequantise(offload: str, quantize: str, read_and_written: float):
-    keys = (*WIDE, "precision=bf16", f"quantize={quantize}", f"offload={offload}", "hardware=h200")
+    keys = (
+        *SMALL_MODEL,
+        "model.vocab_size=512",
+        "precision=bf16",
+        f"quantize={quantize}",
+        f"offload={offload}",
+        "hardware=h200",
+    )
     components = components_of(*keys)
     step = dry_step(components, has_gpu=True)
     numbers = sum(each.numel() for each in components.model.parameters() if isinstance(each, QuantisedWeight))
