@@ -25,17 +25,14 @@ from offload.torch_private.torch_internals import tree_flatten, tree_unflatten
 def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:
     """Makes every block of `blocks`, whatever its class, recompute its activations in backward.
 
-    Each block's `forward` is wrapped in torch's non-reentrant checkpoint: random state is restored for the recompute,
-    keyword and nested arguments work, inputs need no gradient, and without gradients nothing is recomputed. Buffers
-    (running statistics, counters) and attributes of modules are changed by forward alone, and the recompute starts from
-    those that its forward started from; from the lists and caches of keys and values, too, to which a block adds.
-    Module hooks on the block run once, outside of the checkpoint; those on modules within the block run again in the
-    recompute. Call this after an offload mode has attached, so that the recompute, too, has the mode's weights in
-    place; attaching afterwards is refused for blocks with buffers of their own.
+    Its `forward` is wrapped in torch's non-reentrant checkpoint, which restores random state. Buffers, attributes and
+    caches of keys and values are changed by forward alone, and the recompute starts from what its forward started from.
+    Module hooks on the block run once, those within it again. Call this after an offload mode has attached, so that the
+    recompute has its weights too; attaching afterwards is refused for blocks with buffers of their own.
 
-    In a checkpoint of torch around it a block is left to that one. Copies of a block (deepcopy, `torch.save`) do not
-    recompute. The function that is returned restores the `forward` of every block. Raises ValueError in one line, and
-    changes nothing, for a block with scripted modules or observers of torch.ao.
+    In a checkpoint of torch around it a block is left to that one. Copies of a block do not recompute. The function
+    that is returned restores every `forward`. Raises ValueError in one line, and changes nothing, for a block with
+    scripted modules or observers of torch.ao.
     """
     # A block that is listed twice (layers that share weights) is wrapped once.
     blocks = dict.fromkeys(blocks)

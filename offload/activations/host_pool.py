@@ -19,8 +19,7 @@ IDLE_STEPS = 8
 class PooledBlock:
     """A host block in use: `bytes` is a uint8 tensor of the length that was asked for.
 
-    `used` marks the end of the last copy that read or wrote the block, None: there was none. `step` is the step of the
-    pool in which it was taken last.
+    `used` marks the end of the last copy that read or wrote it, if any; `step` is that in which it was taken last.
     """
 
     def __init__(self, block: HostBlock):
@@ -36,12 +35,10 @@ class PooledBlock:
 class HostPool:
     """Host blocks of exact size (whole pages), as many as the host has room for.
 
-    A size of which the pool has blocks is served by these blocks only; otherwise, in steps that are all alike, a
-    block would go to another tensor than in the step before. Any other size takes the smallest idle block that fits.
-
-    `grew` tells whether new memory was page-locked in this step, which may take longer than the step. A caller that
-    takes a block and queues a copy that uses it makes that copy wait for `used`, and then sets `used` to the end of
-    that copy.
+    A size of which the pool has blocks is served by these only: else steps that are all alike would give blocks to
+    other tensors each time. Any other size takes the smallest idle block that fits. `grew`: new memory was page-locked
+    in this step. Who takes a block makes the copy that uses it wait for `used`, and sets `used` to the end of that
+    copy.
     """
 
     def __init__(self, arena: HostArena, streams: Streams):

@@ -21,11 +21,10 @@ class Outcome(Enum):
 
 @dataclass(eq=False)
 class SpanRecord:
-    """One span that was saved in a step, whether it was swapped or not.
+    """One span that was saved in a step, whether it was swapped or not: number `index` in the order of saving.
 
-    `index` numbers the spans of the step in the order of saving. `saved_at` and `used_at` are times that count the
-    saves and uses of the step together; `used_at` is None until backward asks for the span. `kept`: it stayed on the
-    device within the budget.
+    `saved_at` and `used_at` count the saves and uses of the step together; `used_at` is None until backward asks for
+    the span. `kept`: it stayed on the device within the budget.
     """
 
     index: int
@@ -53,15 +52,11 @@ class Choice(Enum):
 
 
 class FixedBudget:
-    """Keeps at most `budget` bytes on the device: the spans that backward uses first. Swaps the rest.
+    """Keeps at most `budget` bytes on the device: the spans that backward uses first, known after the first step.
 
-    The order of use is known after the first step, so the first step swaps everything.
-
-    A span whose memory somebody else still referenced (a rope table, a tensor that the caller keeps) is not swapped
-    again. Only another copy can show that this has changed. So it is tried again after `RETRY_STEPS` steps, then after
-    twice as many, and so on; and at once after a step that saved other sizes than the step before.
-
-    `measures` tells whether `learn` needs the length of the step, for which the host waits until the step is over.
+    A span whose memory somebody else still references (a rope table) is not swapped again, but for another try after
+    `RETRY_STEPS` steps, after twice as many, and so on; and after a step that saved other sizes. `measures`: `learn`
+    needs the length of the step, for which the host waits until it is over.
     """
 
     RETRY_STEPS = 16
@@ -114,19 +109,16 @@ class FixedBudget:
 class AutomaticBudget(FixedBudget):
     """Swaps the share of the bytes that copies can hide behind compute, found by measuring.
 
-    The first step keeps what there is room for, `KEPT_OF_FREE` of the device's free memory, and is not measured: it
-    shows how much could be swapped. Then shares of these bytes are tried, at most `TRIALS` of them, from `FIRST` (or
-    what has no room) on. A share is hidden if compute stood still for at most `TOLERANCE` of the step.
+    The first step keeps what there is room for, `KEPT_OF_FREE` of the device's free memory, and shows how much could be
+    swapped. Then at most `TRIALS` shares of that are tried, from `FIRST` (or what has no room) on. A share is hidden if
+    compute stood still for at most `TOLERANCE` of the step. Shares grow by `GROWTH` until one is not hidden, and then
+    halve the distance between the largest hidden and the smallest other, until these are `CLOSE_ENOUGH`. The largest
+    hidden share is kept for good, as a budget in bytes: one slow moment costs memory, never time, and little is
+    page-locked in vain (half a second a GB).
 
-    Shares grow by the factor `GROWTH` until one is not hidden, and then halve the distance between the largest that
-    was hidden and the smallest that was not, until the two are `CLOSE_ENOUGH`. The largest hidden share is kept for
-    good, as a budget in bytes. So one slow moment costs memory, never time. And hardly more host memory is page-locked
-    than will be used, which matters because page-locking takes half a second a GB.
-
-    A step that page-locks memory proves nothing: the host is slow then, so copies have all the time they need. The
-    same share is tried again. After `PATIENCE` such steps in a row, a share counts as not hidden.
-
-    On a device without a clock, and where its free memory is not known, everything is swapped.
+    A step that page-locks memory proves nothing, as the host is slow then: the share is tried again, and after
+    `PATIENCE` such steps counts as not hidden. On a device without a clock, or of unknown memory, everything is
+    swapped.
     """
 
     measures = True

@@ -77,9 +77,9 @@ class SavedStorages:
     ) -> tuple[SpanRecord, SwappedSpan | None] | None:
         """Returns the record and the swapped span that have `byte_range` of `tensor` as its bytes are now.
 
-        The span is None where the bytes stayed on the device; the result is None where they were not saved yet.
-        Equal versions alone prove nothing: tensors of one storage may have different version counters (those of
-        `unsafe_chunk`, of which recurrent cells are made).
+        The span is None where the bytes stayed on the device, the result where they were not saved yet. Equal versions
+        alone prove nothing: tensors of one storage may have different counters (those of `unsafe_chunk`, in recurrent
+        cells).
         """
         _, spans = self._spans.get(storage_address(storage), (None, ()))
         for saved in spans:
@@ -212,9 +212,8 @@ class SpanTable:
     def used_after(self, record: SpanRecord, step: StepRecord, serial: int) -> Iterator[SwappedSpan | None]:
         """Returns the spans that backward will use after `record`, soonest first; a dead span is None.
 
-        The order is that of the step before, if `record` is of `step`, the current one, and all spans that this has
-        saved so far were saved and used in that one. Otherwise it is the reverse order of saving, from the span before
-        number `serial` on.
+        In the order of the step before, if `record` is of `step`, the current one, and all that this has saved was
+        saved and used in that one; else in the reverse order of saving, from the span before number `serial` on.
         """
         if self._has_new_spans:
             spans = [span for span in self.alive() if span.serial >= step.first_serial]

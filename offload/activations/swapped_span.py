@@ -85,11 +85,10 @@ class ReleasedSpan(NamedTuple):
 class SwappedSpan:
     """A byte range of one storage, copied to the host block `block`. The module's docstring has its lifecycle.
 
-    `serial` numbers spans in the order in which they were saved. `storage` is a weak reference to the storage.
-    `device_copy` is the device memory that the bytes came back to, `ready_on` lists the streams that wait for that
-    copy already, and `is_ahead` tells that backward has not asked for it yet. `pass_number` counts how often all
-    tensors of the span were unpacked. `leaving` refers to the memory that is copied out while it is kept for that copy.
-    Only the tensors that were packed keep a span alive.
+    `serial`: its number in the order of saving. `storage` is a weak reference to the storage. `device_copy` is the
+    memory that the bytes came back to, `ready_on` lists the streams that wait for that already, `is_ahead`: backward
+    has not asked for it yet. `pass_number` counts how often all tensors were unpacked. `leaving` refers to memory that
+    is copied out. Only the tensors that were packed keep a span alive.
     """
 
     def __init__(

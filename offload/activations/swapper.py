@@ -37,11 +37,10 @@ from offload.torch_private.torch_internals import (
 class ActivationSwapper:
     """Swaps the tensors that are saved while `hooks` is open.
 
-    A tensor is swapped if it is plain, dense, on the device, of at least `min_bytes`, neither a parameter nor a view of
-    one, and if `policy` chooses it. At most `in_flight_bytes` are kept for copies out that are under way, and at most
-    `prefetch_bytes` are back ahead of use; what the policy's budget leaves free is added to both. Where the host has no
-    room, tensors stay on the device.
-    A write through `.data` is not noticed, because autograd does not count it: backward may then find the old values.
+    Those are plain, dense, on the device, of at least `min_bytes`, neither parameters nor views of one, and chosen by
+    `policy`. At most `in_flight_bytes` are kept for copies out, and at most `prefetch_bytes` are back ahead of use;
+    what the policy's budget leaves free is added to both. Where the host has no room, tensors stay. A write through
+    `.data` is not noticed: backward may then find the old values.
     """
 
     def __init__(
@@ -108,9 +107,7 @@ class ActivationSwapper:
     def _end_step(self, started: Event | None, stall_ms: float) -> None:
         """Frees the device memory that is left, and tells the policy how the step went.
 
-        The step began at `started`, when compute had stood still for `stall_ms` in all. The host waits for its end only
-        for a policy that measures. Otherwise it can queue the next step at once, so that the device does not stand
-        still meanwhile.
+        It began at `started`, with `stall_ms` in all. The host waits for its end only for a policy that measures.
         """
         self._reclaim()
         for span in self._spans.alive():

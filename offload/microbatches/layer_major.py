@@ -49,8 +49,8 @@ def one_after_another(
 class LayerMajor:
     """Sends every microbatch through the same layers before the next layers, in forward and in backward.
 
-    So streamed weights are copied in once for all microbatches, and gradients are copied out once. The model is divided
-    into places, numbered in the order of forward; `enter(place)` must be called where the layers of a place begin.
+    So streamed weights and gradients are copied once. The model is divided into places, numbered in the order of
+    forward; `enter(place)` must be called where the layers of a place begin.
     """
 
     def __init__(
@@ -78,12 +78,10 @@ class LayerMajor:
 
         `before_last` is called before the last backward: the gradients that follow are final.
 
-        In backward, too, the microbatches pass each place in their order. So gradients are added in the same order as
-        if the microbatches ran one after another, and are equal bit for bit. Where three or more take different ways
-        through the places (layers that are skipped at random), that order would depend on their ways: each has a
-        backward of its own then. Microbatches with reentrant checkpoints have one each, too: backwards inside backward
-        deliver the gradients of a weight's uses one by one, and those of a microbatch have to come before the next
-        one's.
+        In backward, too, the microbatches pass each place in their order: gradients are added as if they ran one after
+        another, and are equal bit for bit. Each has a backward of its own where three or more take different ways
+        through the places, on which the order would depend, and where there are reentrant checkpoints, which deliver
+        the gradients of a weight's uses one by one.
         """
         if len(losses) == 1:
             return one_after_another(losses, before_last)
@@ -181,9 +179,8 @@ def compute_alike(
 ) -> bool:
     """Tells whether `losses`, functions that return a scalar, are the same side by side as one after another.
 
-    Calls each twice, without a backward. What they leave in modules, in buffers and in random generators is taken back;
-    `weights_now` returns what changes where they change weights, which cannot be: raises RuntimeError then. False also
-    where one does what only works one after another (SideBySideError).
+    Calls each twice, without a backward, and takes back what they leave in modules, buffers and random generators.
+    Raises RuntimeError where `weights_now` shows a change of weights. False also after a SideBySideError.
     """
     before = weights_now()
     # Each has its own context variables, as side by side.

@@ -50,9 +50,8 @@ class Threads:
 class Lockstep:
     """Runs functions in turns. A function calls `pause` to end its turn.
 
-    Each function has the caller's autograd and autocast modes and streams. Each has its own random numbers: at the end
-    of a turn the state of the generators is saved, and restored when the function's next turn begins. The caller finds
-    the state that the last function has left.
+    Each has the caller's autograd and autocast modes and streams, and random numbers of its own: the state of the
+    generators is kept from turn to turn. The caller finds the state that the last function has left.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ QUIET_STEPS = 2
 class Speculation:
     """Allows updates that may have to be undone: given to `Attached.overlap`.
 
-    `limit`: gradients whose norm is above it will not count in full; math.inf where only those that are not finite will
-    not. `undo_bytes`: host memory that the logs of a step may take in this process.
+    `limit`: gradients whose norm is above it, or not finite, do not count in full. `undo_bytes`: host memory for the
+    logs.
     """
 
     limit: float
@@ -126,11 +126,9 @@ class Attempt:
 class Trials:
     """Makes, keeps and undoes trials of `optimizer`, and decides by the steps before whether a step has any.
 
-    The worker makes and settles them, one thread at a time; the thread that makes the steps begins and ends these.
-
-    Where `processes` share the parameters, each makes and undoes trials of its own slices. When it stops or takes back
-    is its own affair. Whether trials are kept is not: `scale` and `skip` follow from the norm of all gradients, which
-    is the same on all of them.
+    The worker makes and settles them; the thread that makes the steps begins and ends these. Where `processes` share
+    the parameters, each has trials of its own slices, and stops or takes back by itself. But all keep them or none:
+    `scale` and `skip` follow from the norm of all gradients.
     """
 
     def __init__(self, optimizer: HostAdamW, library: NativeLibrary, speculation: Speculation, processes: int = 1):

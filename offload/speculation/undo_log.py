@@ -108,8 +108,8 @@ def _padded(sizes: list[int]) -> list[int]:
 class UndoArena:
     """Host memory of at most `limit` bytes for the logs of one step at a time.
 
-    The memory is reserved with the first log: at most half of what the host has free then, divided among the
-    `processes` that do so at the same time. The system gives pages to what is written alone.
+    Reserved with the first log: at most half of what the host has free then, divided among `processes`. The system
+    gives pages to what is written alone.
     """
 
     def __init__(self, limit: int, processes: int = 1):

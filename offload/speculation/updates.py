@@ -31,8 +31,7 @@ def overlapping(
     """Returns the updates of `optimizer` beside the step; see `Overlap`.
 
     With a `speculation` they may begin inside backward although not `early`, unless the optimizer has speculate=off or
-    there is no C compiler. `processes` share the parameters. Raises KnobError for states whose updates cannot be
-    undone.
+    there is no C compiler. `processes` share the parameters. Raises KnobError for states that cannot be undone.
     """
     if early or speculation is None or optimizer.speculate == "off":
         return Overlap(optimizer, streamer, early, device_share)

@@ -199,11 +199,10 @@ class _History:
 
 
 class CheckedStreams:
-    """`offload.streams.registry.Streams` for a device without streams.
+    """`offload.streams.registry.Streams` for a device without streams. Work runs when it is queued.
 
-    Work runs when it is queued. The host counts as a stream, too: what it did before it queues work is done when that
-    work starts, but it sees the work of a stream only after `Event.synchronize`. A thread inside `beside` is a host of
-    its own, which sees the work of the other only after `Signal.wait`.
+    The host counts as a stream: what it did before it queues work is done when that starts, but it sees the work of a
+    stream only after `Event.synchronize`. A thread inside `beside` is another host, seen after `Signal.wait`.
     """
 
     asynchronous = False

@@ -232,9 +232,9 @@ Opener = Callable[[tuple, Mapping], AbstractContextManager]
 class ModuleContexts:
     """Opens a context around every call of some modules, given as pairs of a module and its opener.
 
-    A context is closed also when forward raises an exception. torch calls no hook on a KeyboardInterrupt: `close_open`
-    closes the contexts that are then still open. Copies of the modules open none. `outermost`: the hooks that a module
-    has already run inside its context. Raises torch's RuntimeError, leaving no hook, for a scripted module.
+    It is closed also after an exception; torch calls no hook on a KeyboardInterrupt: `close_open` closes what is open
+    then. Copies of the modules open none. `outermost`: hooks that a module has already run inside its context. Raises
+    torch's RuntimeError, leaving no hook, for a scripted module.
     """
 
     def __init__(self, openers: Iterable[tuple[nn.Module, Opener]], outermost: bool = False):
@@ -369,8 +369,7 @@ class OneThread:
     def turn(self) -> Iterator[None]:
         """Surrounds the outermost forward of a thread. Raises RuntimeError while another runs one.
 
-        Microbatches side by side take turns by themselves. A recompute may run in a thread of autograd, while the
-        forward that has called backward waits.
+        Microbatches side by side take turns by themselves; a recompute may run in a thread of autograd.
         """
         if running_microbatch() is not None or is_in_backward():
             yield

@@ -141,8 +141,8 @@ class UncompiledMode(TorchDispatchMode):
 def left_out_of_graphs(function: Callable) -> Callable:
     """Returns `function` as one that torch.compile leaves out of its graphs: it and all that it calls run as they are.
 
-    `torch.compiler.disable` does the same, and imports the compiler, which takes seconds. `function` must be one of a
-    module or a class: torch makes it refer to itself, so that what a closure holds would wait for the collector.
+    As `torch.compiler.disable`, which imports the compiler and takes seconds. `function` must be one of a module or a
+    class: torch makes it refer to itself, so that what a closure holds would wait for the collector.
     """
     uncompiled = torch._disable_dynamo(function)
 
@@ -243,8 +243,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def refresh_flat_weights(module: nn.RNNBase) -> None:
     """Makes a recurrent layer compute with the tensors that are its parameters now.
 
-    Such a layer keeps a list of its weights. Finding it outdated, torch would copy all weights into one contiguous
-    piece of memory, outside of the device slot.
+    Finding its list of weights outdated, torch would copy all of them into one piece of memory outside of the slot.
     """
     flat = [module._parameters.get(name) for name in module._flat_weights_names]
     module._flat_weights = flat
@@ -295,10 +294,9 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def clear_cuda_error() -> None:
-    """Clears the error that the last failed call of the CUDA runtime in this thread has left.
+    """Clears the error that a failed call of the CUDA runtime has left in this thread, or the next launch raises it.
 
-    Without that the next kernel launch would raise it: torch then asks the runtime for its last error. What
-    `torch.cuda.cudart()` returns has no cudaGetLastError, which also clears it. An error that ended the context stays.
+    What `torch.cuda.cudart()` returns has no cudaGetLastError. An error that ended the context stays.
     """
     # Elsewhere (ROCm, the runtime linked statically) the error is raised once, by the next launch.
     with suppress(OSError, AttributeError):
@@ -318,9 +316,8 @@ def _cuda_library() -> ctypes.CDLL:
 def autocast_of_caller() -> AbstractContextManager:
     """Returns the context in which a dispatch mode calls an operation as if it stood in nobody's way.
 
-    While a mode handles an operation, torch hides autocast from it. Most of torch's own are past it by then. But a
-    kernel that a package has written in Python, and that of nn.Bilinear, which calls products, see the autocast of
-    their caller where no mode is.
+    While a mode handles an operation, torch hides autocast from it. But kernels that packages have written in Python,
+    and that of nn.Bilinear, see the autocast of their caller where no mode is.
     """
     with torch._C._RestorePythonTLSSnapshot():
         autocast = torch.is_autocast_enabled("cpu")

@@ -46,6 +46,12 @@ def mapped(mode, model: nn.Module, folder: Path):
     return mode, AttachOptions(spans=spans), files_of(spans)
 
 
+def written(folder: Path, **knobs):
+    """A model, whose frozen parameters are written, and what `mapped` returns."""
+    model = model_of()
+    return model, *mapped(LayerStream(source="mapped", trained="device", **knobs), model, folder)
+
+
 @pytest.mark.parametrize(
     ("kind", "knobs", "recompute", "blocks"),
     [
@@ -86,8 +92,7 @@ def test_a_model_built_on_meta_has_the_values_of_its_files(tmp_path: Path, on_me
 
 def test_only_the_ring_takes_host_memory(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(file_filler, "RING_BLOCKS", 1)
-    model = model_of()
-    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    model, mode, options, _ = written(tmp_path)
     footprint = mode.footprint(model, options=options)
     assert footprint.host_home_bytes == 0
     assert footprint.file_bytes == footprint.host_weight_bytes > footprint.ring_bytes > 0
@@ -101,8 +106,7 @@ def test_only_the_ring_takes_host_memory(tmp_path: Path, monkeypatch):
 
 
 def test_a_known_order_is_read_ahead(tmp_path: Path):
-    model = model_of()
-    mode, options, _ = mapped(LayerStream(source="mapped", trained="device", slots=2), model, tmp_path)
+    model, mode, options, _ = written(tmp_path, slots=2)
     with under(mode, model, options=options) as attached:
         for step in range(3):
             before = attached.counters().file_bytes
@@ -139,8 +143,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_weight_in_a_file_that_is_changed_is_refused(tmp_path: Path, change: str):
-    model = model_of()
-    mode, options, files = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    model, mode, options, files = written(tmp_path)
     stored = [file.read_bytes() for file in files]
     with under(mode, model, options=options) as attached:
         with attached.step():
@@ -186,8 +189,7 @@ def test_a_weight_in_a_file_that_a_forward_changes_is_refused(tmp_path: Path):
 def test_a_file_that_changes_is_an_error_between_and_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(file_filler, "RING_BLOCKS", 1)
     for inside in (False, True):
-        model = model_of()
-        mode, options, files = mapped(LayerStream(source="mapped", trained="device", slots=1), model, tmp_path)
+        model, mode, options, files = written(tmp_path, slots=1)
         for file in files:
             os.utime(file, ns=(0, 0))
         with under(mode, model, options=options) as attached:
@@ -206,8 +208,7 @@ def test_a_file_that_changes_is_an_error_between_and_in_steps(tmp_path: Path, mo
 
 def test_slow_and_failing_disks(tmp_path: Path):
     expected = trained(model_of(), LayerStream(trained="device"))
-    model = model_of()
-    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    model, mode, options, _ = written(tmp_path)
 
     def slow(system, *arguments):
         time.sleep(0.002)
@@ -219,8 +220,7 @@ def test_slow_and_failing_disks(tmp_path: Path):
     def broken(system, *arguments):
         raise OSError(errno.EIO, "Input/output error")
 
-    model = model_of()
-    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    model, mode, options, _ = written(tmp_path)
     with under(mode, model, options=options) as attached:
         with reads_through(broken), pytest.raises(OSError, match="check the disk"), attached.step():
             attached.accumulate(losses_of(model, 0))
@@ -233,8 +233,7 @@ def test_threads_end_with_the_mode_and_when_it_is_dropped(tmp_path: Path):
         return sum(thread.name == "file reader" for thread in threading.enumerate())
 
     before = open_files()
-    model = model_of()
-    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    model, mode, options, _ = written(tmp_path)
     with under(mode, model, options=options) as attached:
         with attached.step():
             attached.accumulate(losses_of(model, 0))
@@ -255,12 +254,10 @@ def test_threads_end_with_the_mode_and_when_it_is_dropped(tmp_path: Path):
 def test_weights_larger_than_free_memory_are_read_past_the_page_cache(tmp_path: Path, monkeypatch):
     expected = trained(model_of(), LayerStream(trained="device"))
     monkeypatch.setattr(file_filler, "free_host_bytes", lambda: 10000)
-    model = model_of()
-    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    model, mode, options, _ = written(tmp_path)
     with under(mode, model, options=options) as attached:
         assert attached._streamer.filler._ring._reader._direct
-    model = model_of()
-    mode, options, _ = mapped(LayerStream(source="mapped", trained="device"), model, tmp_path)
+    model, mode, options, _ = written(tmp_path)
     assert_same(trained(model, mode, options=options), expected)
 
 

@@ -56,12 +56,9 @@ def test_unknown_names_are_refused(names: tuple[str, ...]):
         StateFormat(*names)
 
 
-CHUNK = 1 << 20
-
-
-def patterns(start: int, count: int, step: int = 1) -> torch.Tensor:
-    """Float32 numbers of the bit patterns start, start + step, ..."""
-    bits = torch.arange(start, start + count * step, step, dtype=torch.int64)
+def patterns(start: int, count: int) -> torch.Tensor:
+    """Float32 numbers of the bit patterns start, start + 1, ..."""
+    bits = torch.arange(start, start + count, dtype=torch.int64)
     return (((bits + (1 << 31)) % (1 << 32)) - (1 << 31)).to(torch.int32).view(torch.float32)
 
 
@@ -84,12 +81,6 @@ def check(values: torch.Tensor) -> None:
     assert torch.equal(weight[~ties & ~nan], theirs[~ties & ~nan])
     away = (bits_of(values) >> 16) + 1
     assert torch.equal(weight.view(torch.int16)[ties & ~nan], away[ties & ~nan].to(torch.int16))
-
-
-# A prime step passes every low half, and with 2^20 numbers all signs and exponents.
-@pytest.mark.parametrize("start", [0, 1, 2, 3])
-def test_weight_and_remainder_are_the_master_for_patterns_over_the_whole_range(start: int):
-    check(patterns(start, CHUNK, 4093))
 
 
 @pytest.mark.parametrize("high", [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7F81, 0x7FFF])
@@ -161,11 +152,6 @@ def test_noise_is_the_hash_of_its_counter():
     found = noise_of(key, start, 6).long() % (1 << 32)
     wanted = [reference_mix((start + i) % (1 << 32) ^ int(key) % (1 << 32)) for i in range(6)]
     assert found.tolist() == [number % (1 << 32) for number in wanted]
-
-
-def test_noise_of_a_range_is_part_of_the_noise_of_all():
-    key = noise_key(noise_seed(1), torch.tensor(3.0))
-    assert torch.equal(noise_of(key, 0, 1000)[250:600], noise_of(key, 250, 350))
 
 
 def test_parameters_and_steps_have_noise_of_their_own():

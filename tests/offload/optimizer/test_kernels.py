@@ -199,12 +199,6 @@ def test_pieces_are_views_that_cover_the_whole_once(format: StateFormat, size: i
     assert {part.seed for part in parts} == {whole.seed}
 
 
-def test_pieces_of_codes_are_whole_blocks():
-    parts = list(operands(1000, StateFormat("compact", "int8")).split(700))
-    assert [part.weight.numel() for part in parts] == [512, 488]
-    assert [part.exp_avg_scale.numel() for part in parts] == [2, 2]
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("format", FORMATS, ids=str)
