@@ -113,16 +113,19 @@ def random_words(count: int, *key: int) -> np.ndarray:
 
 
 def tokenise(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields the tokens of pieces (text, document_ends), with the tokenizer's `begin` and `end` around documents."""
+    """Yields the tokens of pieces (text, document_ends), with the tokenizer's `begin` and `end` around documents.
+
+    Texts that write these themselves, as rendered chats may, have them once.
+    """
     dtype = token_dtype(tokenizer.vocab_size)
     begin, end = (np.array(ids, dtype=dtype) for ids in (tokenizer.begin, tokenizer.end))
     begins = True
     for texts, ends in _grouped(pieces):
         for tokens, document_ends in zip(tokenizer.encode_batch(texts), ends, strict=True):
-            if begins and len(begin):
+            if begins and len(begin) and not np.array_equal(tokens[: len(begin)], begin):
                 yield begin
             yield tokens.astype(dtype)
-            if document_ends and len(end):
+            if document_ends and len(end) and not np.array_equal(tokens[-len(end) :], end):
                 yield end
             begins = document_ends
 

@@ -133,3 +133,12 @@ def test_documents_begin_and_end_as_the_tokenizer_says(characters_per_call: int,
     assert packed((1, 2), (256,)) == [1, 2, 97, 98, 256, 1, 2, 99, 256, 1, 2, 100]
     assert packed((), (3, 4)) == [97, 98, 3, 4, 99, 3, 4, 100]
     assert packed((), ()) == [97, 98, 99, 100]
+
+
+def test_documents_that_write_their_beginning_or_end_have_it_once():
+    """As rendered chats, or texts with `tokenizer.eos_token` at their end; TRL adds no second end either."""
+    tokenizer = ByteTokenizer()
+    tokenizer.begin, tokenizer.end = tuple(b"<s>"), tuple(b"</s>")
+    texts = ["<s>a</s>", "b</s>", "<s>c", "</s>d<s>", ""]
+    found = bytes(np.concatenate(list(tokenise([(text, True) for text in texts], tokenizer))).tolist())
+    assert found == b"<s>a</s><s>b</s><s>c</s><s></s>d<s></s><s></s>"
