@@ -181,6 +181,8 @@ class States:
     def adopt(self, loaded: Mapping[Tensor, State]) -> None:
         """Takes loaded states, of this format, in the place of all that there are; each sharer loads them."""
         self.tensors.clear()
+        # They are made anew from those at home, which have other values now.
+        self._pieces.clear()
         for parameter, state in loaded.items():
             if parameter not in self._slices:
                 device = self._placed.get(parameter, parameter.device)
@@ -198,8 +200,6 @@ class States:
         if parameter in self._slices:
             if not state:
                 state |= self._shared.made(parameter)
-                # They are made anew from those at home, which have other values now.
-                self._pieces.pop(parameter, None)
             return
         names = self._names.get(parameter.dtype)
         if names is None or not names <= state.keys():
