@@ -126,13 +126,20 @@ def memory_figure(rows: Sequence[Row]) -> Figure:
     # The layout is kept from here on, so that positions in pixels stay valid.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
+    what = [
+        ": forward only" if row.forward_only else f": does not fit the {row.misfits}" if row.misfits else ""
+        for row in rows
+    ]
     named = sorted([*front, *sorted(set(range(len(rows))) - set(front))][:MOST_NAMED])
     look = {"fontsize": LABEL_SIZE, "path_effects": [withStroke(linewidth=2, foreground="white")], "arrowprops": ARROW}
     texts = [
-        axes.annotate(in_lines(_name(rows[i])), points[i], points[i], color=BLUE if i in front else INK, **look)
+        axes.annotate(in_lines(rows[i].name + what[i]), points[i], points[i], color=BLUE if i in front else INK, **look)
         for i in named
     ]
-    boxes = [_box(axes, point, spread or 0.0) for point, spread in zip(points, spreads, strict=True)]
+    # Of the points and their bars, in pixels. A bar may reach below a logarithmic axis.
+    lows = [(x, max(y - (spread or 0.0), axes.get_ylim()[0])) for (x, y), spread in zip(points, spreads, strict=True)]
+    highs = [(x, y + (spread or 0.0)) for (x, y), spread in zip(points, spreads, strict=True)]
+    boxes = numpy.hstack([axes.transData.transform(lows) - MARKER, axes.transData.transform(highs) + MARKER])
     place_labels(axes, texts, boxes, points[front])
     return figure
 
@@ -295,20 +302,6 @@ def widened(limits: tuple[float, float], values: Sequence[float]) -> tuple[float
     low, high = limits
     more = max(LEAST_RANGE * max(values) - (high - low), 0.0) / 2
     return max(low - more, 0.0), high + more
-
-
-def _name(row: Row) -> str:
-    if row.forward_only:
-        return f"{row.name}: forward only"
-    return f"{row.name}: does not fit the {row.misfits}" if row.misfits else row.name
-
-
-def _box(axes: Axes, point: numpy.ndarray, spread: float) -> numpy.ndarray:
-    """Returns the box around a point and its bar, in pixels: x0, y0, x1, y1."""
-    # A bar may reach below a logarithmic axis.
-    ends = [(point[0], max(point[1] - spread, axes.get_ylim()[0])), (point[0], point[1] + spread)]
-    low, high = axes.transData.transform(ends)
-    return numpy.array([*(low - MARKER), *(high + MARKER)])
 
 
 def _length(row: Row) -> str:

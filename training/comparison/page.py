@@ -41,7 +41,18 @@ figure img { display: block; width: 100%; max-width: 800px; height: auto; }
 
 def to_html(rows: Sequence[Row], figures: dict[str, bytes], title: str, common: str) -> str:
     """Returns the whole file: where the runs ran, the table, why runs did not finish, figures, commands."""
-    texts = [_proof_first(by_title) for by_title in cells(rows)]
+    # The columns of words first, which say whether a run counts, and the seeds last.
+    titles = sorted(cells(rows)[0], key=lambda title: (title == "seeds", title not in WORDS))
+    texts = [{title: text[title] for title in titles} for text in cells(rows)]
+    commands = [
+        f"<li>{escape(row.name)}: "
+        + "<br>".join(
+            f"<code>{escape(run.command)}</code> in " * bool(run.command) + f"<code>{escape(str(run.directory))}</code>"
+            for run in row.runs
+        )
+        + "</li>"
+        for row in rows
+    ]
     head = "".join(f"<th{_class(title)}>{escape(title)}</th>" for title in texts[0])
     lines = [
         "<tr>" + "".join(f"<td{_class(title, text)}>{escape(text)}</td>" for title, text in by_title.items()) + "</tr>"
@@ -79,7 +90,7 @@ def to_html(rows: Sequence[Row], figures: dict[str, bytes], title: str, common: 
 </div>
 </main>
 <h2>Runs</h2>
-<ul>{"".join(_commands(row) for row in rows)}</ul>
+<ul>{"".join(commands)}</ul>
 </body>
 </html>
 """
@@ -102,12 +113,6 @@ def escape(text: str) -> str:
     return html_escape(visible(text))
 
 
-def _proof_first(by_title: dict[str, str]) -> dict[str, str]:
-    """Puts the columns of words first, which say whether a run counts, and the seeds last."""
-    proof = {title: by_title[title] for title in WORDS if title in by_title and title != "seeds"}
-    return proof | by_title | {"seeds": by_title["seeds"]}
-
-
 def _class(title: str, text: str = MISSING) -> str:
     """Returns the class of a cell: a column of words, and good or bad, which colour it."""
     classes = ["word"] if title in ("run", *WORDS) else []
@@ -122,12 +127,3 @@ def _class(title: str, text: str = MISSING) -> str:
 def _figure(png: bytes, caption: str) -> str:
     image = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{escape(caption)}">'
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def _commands(row: Row) -> str:
-    runs = [
-        (f"<code>{escape(run.command)}</code> in " if run.command else "")
-        + f"<code>{escape(str(run.directory))}</code>"
-        for run in row.runs
-    ]
-    return f"<li>{escape(row.name)}: {'<br>'.join(runs)}</li>"

@@ -188,7 +188,9 @@ def _search(
         if not chosen:
             break
         found = trials.planned([*taken, *chosen])
-        if found is None or not any(_saves(found[1], at[1], key, limit) for key, limit in short.items()):
+        if found is None or not any(
+            at[1].totals[key] - found[1].totals[key] >= LEAST_SHARE * limit.nbytes for key, limit in short.items()
+        ):
             refused |= set(map(str, chosen))
             continue
         taken, at = [*taken, *chosen], found
@@ -200,10 +202,6 @@ def _search(
             if not needed and not trials.are_over and (found := trials.planned(rest)) and not exceeded(*found):
                 taken, at = rest, found
     return taken, at
-
-
-def _saves(after: RunPlan, before: RunPlan, key: str, limit: Limit) -> bool:
-    return before.totals[key] - after.totals[key] >= LEAST_SHARE * limit.nbytes
 
 
 def _changes(components: Components, plan: RunPlan, key: str, limit: int) -> Iterator[Change]:

@@ -11,8 +11,8 @@ import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -32,7 +32,14 @@ from offload.planning import (
 )
 from training.config.cards import PRESETS
 from training.errors import UserError
-from training.profiling.hardware import datasheet_flops, describe_device, measured_bandwidth, peak_flops, vram_bytes
+from training.profiling.hardware import (
+    datasheet_flops,
+    describe_device,
+    measured_bandwidth,
+    peak_flops,
+    seconds_of,
+    vram_bytes,
+)
 from training.runs.bounded_files import UnreadableError, read_json
 from training.runs.files import write_whole
 from training.runs.records import is_number
@@ -181,9 +188,7 @@ def _host_copy_gb_s(nbytes: int = 2**25) -> float:
     seconds = []
     # Sixteen take 20 ms. Another program may be busy for as long.
     while len(seconds) < 16 or sum(seconds) < 0.1:
-        start = perf_counter()
-        target.copy_(source)
-        seconds.append(perf_counter() - start)
+        seconds.append(seconds_of(partial(target.copy_, source), source.device))
     return nbytes / min(seconds) / 1e9
 
 
@@ -258,49 +263,26 @@ def device_name(device: torch.device) -> str:
 def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Measures forward and backward of a Llama block, on a GPU that of a 7B model; returns FLOP/s."""
     width, inner, heads, tokens = (4096, 11008, 32, 2048) if device.type == "cuda" else (512, 1376, 8, 256)
-    shape = (2, tokens, width)
-    flops = _counted_flops(Block(width, inner, heads, heads, 1e-5).to("meta", dtype), shape)
-    block = Block(width, inner, heads, heads, 1e-5).to(device, dtype)
-    seconds = [_seconds(block, torch.randn(shape, device=device, dtype=dtype, requires_grad=True)) for _ in range(8)]
-    # The first three load libraries and choose kernels.
-    return flops / statistics.median(seconds[3:])
 
+    def made(where: torch.device | str) -> tuple[Block, Tensor]:
+        hidden = torch.randn(2, tokens, width, device=where, dtype=dtype, requires_grad=True)
+        return Block(width, inner, heads, heads, 1e-5).to(where, dtype), hidden
 
-def _forward_backward(block: Block, hidden: Tensor) -> None:
-    cos, sin = rotary_tables(hidden.shape[1], block.self_attn.head_dim, 10000.0, hidden)
-    block(hidden, cos, sin).backward(torch.ones_like(hidden))
+    def step(block: Block, hidden: Tensor) -> None:
+        cos, sin = rotary_tables(tokens, block.self_attn.head_dim, 10000.0, hidden)
+        block(hidden, cos, sin).backward(torch.ones_like(hidden))
 
-
-def _counted_flops(block: Block, shape: tuple[int, ...]) -> float:
-    tracker = MemoryTracker()
-    hidden = torch.empty(shape, device="meta", dtype=next(block.parameters()).dtype, requires_grad=True)
+    tracker, without_values, real = MemoryTracker(), made("meta"), made(device)
     with fused_kernels(tracker.add_flops), tracker.recording():
-        _forward_backward(block, hidden)
-    return tracker.flops
-
-
-def _seconds(block: Block, hidden: Tensor) -> float:
-    _wait_for(hidden.device)
-    start = perf_counter()
-    _forward_backward(block, hidden)
-    _wait_for(hidden.device)
-    return perf_counter() - start
+        step(*without_values)
+    seconds = [seconds_of(partial(step, *real), device) for _ in range(8)]
+    # The first three load libraries and choose kernels.
+    return tracker.flops / statistics.median(seconds[3:])
 
 
 def _device_gb_s(device: torch.device) -> float:
     """Returns the GB that a copy within the device reads and writes in a second."""
     source = torch.zeros(GIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = []
-    for _ in range(6):
-        _wait_for(device)
-        start = perf_counter()
-        target.copy_(source)
-        _wait_for(device)
-        seconds.append(perf_counter() - start)
+    seconds = [seconds_of(partial(target.copy_, source), device) for _ in range(6)]
     return 2 * source.nbytes / statistics.median(seconds) / 1e9
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

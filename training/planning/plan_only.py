@@ -40,7 +40,12 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     if config.model.weights is not None:
         # A plan needs no weights, and sends no request for them.
         ModelWeights.find(config.model.weights, ask=False)
-    dataset = _read(components)
+    dataset = None
+    if has_facts(config):
+        # It refuses what a run of it would.
+        with phase("reading the dataset"):
+            dataset = build_dataset(config, components.model, invocation.run_dir)
+        components.task.check(config, dataset, components.model)
     with phase("measuring the machine"):
         machine = machine_of(components)
     with phase("planning"):
@@ -64,13 +69,3 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     }
     write_summary(invocation.run_dir, summary)
     return summary
-
-
-def _read(components: Components) -> object:
-    """Reads a dataset that has facts, which refuses what a run of it would; None for others, which are not read."""
-    if not has_facts(components.config):
-        return None
-    with phase("reading the dataset"):
-        dataset = build_dataset(components.config, components.model, components.invocation.run_dir)
-    components.task.check(components.config, dataset, components.model)
-    return dataset

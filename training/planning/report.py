@@ -89,8 +89,12 @@ class RunPlan:
 
     def limits(self) -> dict[str, Limit]:
         """Returns the budgets that are known, each with its origin: its key, or the name of the machine."""
+        gib = {"vram_budget": self.machine.vram_gib, "host_budget": self.machine.host_gib}
+        everything = {key: int(value * GIB) for key, value in gib.items() if value is not None}
         return {
-            key: Limit(nbytes, self._origin(key, nbytes)) for key, nbytes in self.budgets.items() if nbytes is not None
+            key: Limit(nbytes, self.machine.name if nbytes == everything.get(key) else key)
+            for key, nbytes in self.budgets.items()
+            if nbytes is not None
         }
 
     def exceeded(self) -> dict[str, Limit]:
@@ -150,14 +154,15 @@ class RunPlan:
 
     def rows(self) -> dict[str, str]:
         """Returns the plan for people: values by label."""
-        step, before = self.step_bytes, self.encoding
+        step, before, some = self.step_bytes, self.encoding, self.trained_parameters
+        trained = f"{some:,} of {self.parameters:,}, {some / max(self.parameters, 1):.2%}"
         device = "device" if self.has_gpu else "device (here the host)"
         return {
             "hardware": f"{self.machine.name} ({self.machine.source})",
             **self.chosen,
             **{f"data: {name}": fact for name, fact in self.facts.items()},
             **({} if before is None else before.rows(device, *(self._against(key, before.totals) for key in BUDGETS))),
-            **({} if self.trained_parameters == self.parameters else {"parameters that train": self._trained()}),
+            **({} if some == self.parameters else {"parameters that train": trained}),
             **{f"{device}: {name}": format_bytes(part) for name, part in self.device_bytes.items() if part},
             f"{device}: at its peak": self._against("vram_budget", self.totals),
             **{f"host: {name}": format_bytes(part) for name, part in self.host_bytes.items() if part},
@@ -213,18 +218,11 @@ class RunPlan:
         run = "" if self.steps is None else f"; {self.steps:,} steps take {_time(self.steps * step_s * 1e3)}"
         return {"speed": f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} {self.unit}/s{run}"}
 
-    def _trained(self) -> str:
-        return f"{self.trained_parameters:,} of {self.parameters:,}, {self.trained_parameters / self.parameters:.2%}"
-
     def _against(self, budget: str, totals: Mapping[str, int]) -> str:
         needed, limit = totals[budget], self.limits().get(budget)
         if limit is None:
             return format_bytes(needed)
         return f"{format_bytes(needed)} of {limit}: {'fits' if needed <= limit.nbytes else 'DOES NOT FIT'}"
-
-    def _origin(self, key: str, nbytes: int) -> str:
-        all_gib = {"vram_budget": self.machine.vram_gib, "host_budget": self.machine.host_gib}[key]
-        return self.machine.name if all_gib is not None and nbytes == int(all_gib * GIB) else key
 
     def write(self, run_dir: Path) -> None:
         """Writes plan.json into the run's directory, with the versions and the date of `provenance`."""

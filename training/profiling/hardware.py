@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -160,17 +161,13 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def rss_gib(sharers: int = 1) -> float:
     """Returns the resident host memory of this process in GiB; of memory that `sharers` processes share, its part."""
-    shared = _resident_shared_bytes() if sharers > 1 else 0
+    shared = 0
+    # Not all systems tell it; psutil's has libraries in it.
+    with suppress(OSError, TypeError):
+        if sharers > 1:
+            status = Path("/proc/self/status").read_text()
+            shared = int(re.search(r"^RssShmem:\s*(\d+)", status, re.MULTILINE)[1]) * 1024
     return (psutil.Process().memory_info().rss - shared + shared / sharers) / GIB
-
-
-def _resident_shared_bytes() -> int:
-    """Returns the resident bytes of shared memory of this process, without libraries; 0 if the system tells none."""
-    with suppress(OSError), open("/proc/self/status", "rb") as file:
-        for line in file:
-            if line.startswith(b"RssShmem:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def vram_bytes(device: torch.device) -> int:
@@ -235,11 +232,11 @@ def datasheet_flops(gpu_name: str, dtype: torch.dtype) -> float | None:
 
 @torch.inference_mode()
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    best, size = 0.0, 256
-    _product_seconds(size, device, dtype)  # warm-up: the first product also loads the library
-    deadline = time.perf_counter() + 0.12
+    best, size, deadline = 0.0, 256, time.perf_counter() + 0.12
     while best == 0.0 or time.perf_counter() < deadline:
-        seconds = _product_seconds(size, device, dtype)
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        # The first product also loads the library.
+        seconds = min(seconds_of(functools.partial(torch.mm, matrix, matrix), device) for _ in range(1 if best else 2))
         best = max(best, 2 * size**3 / seconds)
         # Products of about ten milliseconds hide the cost of their launch, and there is time for several.
         if seconds < 0.01 and size < 8192:
@@ -249,11 +246,11 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     return best
 
 
-def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that a call takes, with the work on the device that it queues."""
     synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
     synchronize()
     start = time.perf_counter()
-    matrix @ matrix
+    call()
     synchronize()
     return time.perf_counter() - start
