@@ -16,6 +16,9 @@ from training.data.hub_client import ask_for_dataset
 from training.data.local_files import check_column, import_datasets
 from training.errors import UserError, as_user_error
 
+# A folder with this file is a dataset of `save_to_disk`, which `load_dataset` refuses.
+SAVED = "state.json"
+
 
 class HubStream(ABC):
     """Streams a dataset of the Hugging Face Hub, or of a local folder with the same layout, without storing it.
@@ -156,7 +159,12 @@ def open_rows(
     where = {"cache_dir": folder, "download_config": datasets.DownloadConfig(cache_dir=f"{folder}/downloads")}
     # The library raises about ten types of error, without a common base class.
     with as_user_error(asked, Exception):
-        rows = datasets.load_dataset(name, config_name, split=split, revision=revision, streaming=True, **where)
+        if os.path.isfile(os.path.join(name, SAVED)):
+            if split != "train":
+                raise ValueError("it was saved without splits: give train")
+            rows = datasets.load_from_disk(name).to_iterable_dataset()
+        else:
+            rows = datasets.load_dataset(name, config_name, split=split, revision=revision, streaming=True, **where)
         # Where the columns are not known, this reads the first row.
         columns_of(rows)
     return rows
