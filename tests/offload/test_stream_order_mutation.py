@@ -52,6 +52,8 @@ CALLS = (
 )
 # They act for a caller or for a thread that waits. A call site is their line and the caller's.
 BETWEEN = ("streams/transfer.py", "streams/registry.py", "optimizer/worker.py", "optimizer/overlap.py")
+# Classes in these files that act for themselves.
+OWN = ("DeferredFrees", "StashedTensors", "DeviceStates")
 
 
 def _site() -> str:
@@ -62,7 +64,7 @@ def _site() -> str:
         if ENGINE in path.parents and path.name != "stream_checker.py":
             name = path.relative_to(ENGINE).as_posix()
             lines.append(f"{name}:{frame.f_lineno}")
-            if name not in BETWEEN:
+            if name not in BETWEEN or frame.f_code.co_qualname.startswith(OWN):
                 break
         frame = frame.f_back
     return " from ".join(lines)
