@@ -119,27 +119,20 @@ class _Holding:
     def __init__(self, block: HostBlock, device: torch.device, among: set[_Holding]):
         self.nbytes = block.bytes.numel()
         self.is_locked = False
-        self.part: range | None = None
         self._device = device
         self._among = among
         self._process = os.getpid()
         among.add(self)
         if not block.bytes.is_meta:
             self._address, self._mapping, self._is_shared = block.bytes.data_ptr(), block.mapping, block.is_shared
-            self._locked_at = self._address
             weakref.finalize(block.view, self._unlock, wait=True)
 
-    def lock(self, part: range | None = None) -> str | None:
-        """Page-locks the memory, or these bytes of it and no others. Returns None, or why that failed, in words."""
-        if self.is_locked:
-            unlock_pages(self._locked_at, self._device, wait=True)
-        first = 0 if part is None else part.start - part.start % mmap.PAGESIZE
-        nbytes = self.nbytes if part is None else part.stop - first
-        self._locked_at, self.part = self._address + first, part
+    def lock(self) -> str | None:
+        """Page-locks the memory. Returns None, or why that failed, in words."""
         # Set before: an interrupt (Ctrl-C) may come right behind the call.
         self.is_locked = True
-        populate(self._locked_at, nbytes)
-        refusal = lock_pages(self._locked_at, nbytes, self._device)
+        populate(self._address, self.nbytes)
+        refusal = lock_pages(self._address, self.nbytes, self._device)
         if refusal is None:
             # A forked process would share the pages until one of the two writes, and the device might keep the child's.
             self._advise("MADV_DONTFORK")
@@ -158,7 +151,7 @@ class _Holding:
             # The fork did not copy the pages. Other memory of this process may lie at their addresses by now.
             _of_the_parent.append(self._mapping)
             return
-        unlock_pages(self._locked_at, self._device, wait)
+        unlock_pages(self._address, self._device, wait)
         self._advise("MADV_DOFORK")
         self.is_locked = False
 
@@ -212,11 +205,8 @@ class HostArena:
         if free is not None and nbytes > free:
             raise MemoryError(f"{nbytes / GIB:.2f} GiB of host memory are needed, {free / GIB:.2f} GiB are free")
 
-    def allocate(self, nbytes: int, name: str, part: range | None = None) -> HostBlock:
-        """Returns a zero-filled block of `nbytes`. Raises MemoryError naming the size if the host has no room.
-
-        `part`: the only bytes that are page-locked, until `lock_whole`. They count as the whole block.
-        """
+    def allocate(self, nbytes: int, name: str) -> HostBlock:
+        """Returns a zero-filled block of `nbytes`. Raises MemoryError naming the size if the host has no room."""
         try:
             if self._pin and self._shared is None:
                 # Locking takes all pages at once. Where they are too many, the system may end the process.
@@ -228,13 +218,8 @@ class HostArena:
             ) from error
         holding = block.holding = _Holding(block, self._device, self._holdings)
         if self._pin and nbytes:
-            self._lock(holding, name, part)
+            self._lock(holding, name)
         return block
-
-    def lock_whole(self, block: HostBlock) -> None:
-        """Page-locks all of a block of which a part is. Blocks the host until the device is idle."""
-        if self._pin and block.holding.part is not None:
-            self._lock(block.holding, block.name)
 
     def release(self, block: HostBlock) -> None:
         """Unlocks one block and stops counting it. Its memory is freed with the last tensor that views it.
@@ -252,9 +237,9 @@ class HostArena:
         # A list: at any time the garbage collector may end a holding, which takes itself from the set.
         return sum(holding.nbytes for holding in list(self._holdings) if holding.is_locked == locked)
 
-    def _lock(self, holding: _Holding, name: str, part: range | None = None) -> None:
+    def _lock(self, holding: _Holding, name: str) -> None:
         locked_before = self.pinned_bytes
-        refusal = holding.lock(part)
+        refusal = holding.lock()
         if refusal is None:
             return
         self._pin = False

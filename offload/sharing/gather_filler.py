@@ -18,7 +18,7 @@ from offload.sharing.device_sums import DeviceSums
 from offload.sharing.links import links_of
 from offload.sharing.shared_memory import PagesAhead, in_pages, share_memory
 from offload.sharing.sharers import OWN_HOMES, Sharers, meet
-from offload.sharing.slices import check_divisible, gradient_buckets, locked_bytes, slices_of
+from offload.sharing.slices import check_divisible, gradient_buckets, slices_of
 from offload.sharing.sum_memory import SumHome, SumRing, ring_bytes
 from offload.sharing.summing import GradientSum
 from offload.streams.transfer import Counters, Transfer, profiled
@@ -93,8 +93,7 @@ class GatherFiller(Filler):
         return self._links.allocate(nbytes)
 
     def bring_home(self, unit: OffloadUnit) -> None:
-        places = {tensor: tensor.offset for tensor in unit.tensors}
-        unit.bring_home(self.homes, locked_bytes(slices_of(unit, self._sharers.count), places, self._sharers.rank))
+        super().bring_home(unit)
         self._sum_homes[unit] = SumHome(unit, None if self._releases else self.homes, self._sharers)
 
     def join(self, gradients: GradientLanding, on_device: Sequence[nn.Parameter]) -> None:
@@ -183,7 +182,6 @@ class GatherFiller(Filler):
 
     def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         if not self._in_step:
-            self.homes.lock_whole(unit.weights)
             super().fill(unit, slot)
             return
         gather, slices = self._streams.gather, slices_of(unit, self._sharers.count)

@@ -7,13 +7,12 @@ to wait for. What stays on the devices is summed bucket by bucket, as by PyTorch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from offload.memory.host_memory import aligned
 from offload.sharing.sharers import OWN_HOMES
 from offload.torch_private.torch_internals import copy_each, holders_of_memory
 from offload.weights.units.partition import CutModel, Window
@@ -58,24 +57,6 @@ class Slices:
 def slices_of(unit: OffloadUnit, count: int) -> Slices:
     """Returns the slices of a unit among `count` processes."""
     return Slices(unit.nbytes, count)
-
-
-def locked_bytes(slices: Slices, places: Mapping[UnitTensor, int], rank: int) -> range | None:
-    """Returns the bytes that process `rank` page-locks of a block in which tensors lie at these `places`; None: all.
-
-    They are those of its slice, to the end of a tensor that only begins there: CUDA refuses a copy that begins in
-    locked memory and ends behind it, and users copy whole tensors. The first process locks all of it, because it fills
-    the weights. Four that each lock everything take four times as long, and as long again at their end.
-    """
-    if rank == 0:
-        return None
-    own = [(tensor, place, part) for tensor, place in places.items() for part in slices.elements(tensor, rank)]
-    if not own:
-        return None
-    first = min(place + part.start * tensor.dtype.itemsize for tensor, place, part in own)
-    end = max(place + tensor.nbytes for tensor, place, _ in own)
-    # Copies take the padding too, which is in the same page.
-    return range(first, aligned(end, SHARED_ALIGNMENT_BYTES))
 
 
 def cut_for_sharers(parts: CutModel) -> CutModel:

@@ -16,7 +16,7 @@ import torch
 from offload.memory.host_memory import HostArena, aligned
 from offload.sharing.links import Links
 from offload.sharing.sharers import Sharers
-from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, locked_bytes, slices_of
+from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, slices_of
 from offload.streams.registry import Streams
 from offload.streams.transfer import PendingFree
 from offload.weights.units.unit import OffloadUnit, UnitTensor
@@ -34,17 +34,15 @@ class SumHome:
     def __init__(self, unit: OffloadUnit, arena: HostArena | None, sharers: Sharers):
         self._unit, self._sharers = unit, sharers
         self._layout: SumLayout | None = None
+        self.block = None if arena is None else arena.allocate(unit.gradient_bytes, f"gradients of {unit}")
         self.offsets: dict[UnitTensor, int] = {}
         self.gradients: dict[UnitTensor, torch.Tensor] = {}
-        self.block, end = None, 0
+        end = 0
         for tensor in unit.trained:
             self.offsets[tensor] = end
+            if self.block is not None:
+                self.gradients[tensor] = tensor.gradient.over(self.block.piece(end, tensor.nbytes))
             end += aligned(tensor.nbytes, unit.alignment)
-        if arena is not None:
-            locked = locked_bytes(slices_of(unit, sharers.count), self.offsets, sharers.rank)
-            self.block = arena.allocate(unit.gradient_bytes, f"gradients of {unit}", locked)
-            for tensor, start in self.offsets.items():
-                self.gradients[tensor] = tensor.gradient.over(self.block.piece(start, tensor.nbytes))
 
     def layout(self) -> SumLayout:
         """Returns the layout of the tensors that train now."""

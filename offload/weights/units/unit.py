@@ -315,14 +315,12 @@ class OffloadUnit:
         for tensor in self.compound:
             tensor.forget_parts()
 
-    def bring_home(self, arena: HostArena, part: range | None = None) -> None:
+    def bring_home(self, arena: HostArena) -> None:
         """Moves the tensors into host blocks of the arena: real values are copied, meta tensors become memory to fill.
-
-        `part`: the only bytes that are page-locked; None, all.
 
         Tensors that have memory keep their identity; those on the meta device are replaced in their modules.
         """
-        self.move_into(arena.allocate(self.nbytes, f"weights of {self.name}", part))
+        self.move_into(arena.allocate(self.nbytes, f"weights of {self.name}"))
 
     def make_gradient_homes(self, arena: HostArena) -> None:
         """Makes one block of host memory for the gradients of all that trains now."""

@@ -167,25 +167,6 @@ def test_page_locks_are_counted_until_they_are_released(runtime: FakeRuntime):
     assert runtime.calls == ["register", "register", "unregister", "unregister"]
 
 
-def test_a_part_is_locked_until_the_whole_is(runtime: FakeRuntime):
-    arena = HostArena(GPU)
-    block = arena.allocate(20_000, "weights", range(5000, 9000))
-    address = block.bytes.data_ptr()
-    assert runtime.ranges == {address + mmap.PAGESIZE: 9000 - mmap.PAGESIZE}
-    assert (arena.pinned_bytes, arena.pageable_bytes) == (20_000, 0)
-    for _ in range(2):
-        arena.lock_whole(block)
-        assert runtime.ranges == {address: 20_000}
-    assert runtime.calls == ["register", "synchronize", "unregister", "register"]
-    other = arena.allocate(20_000, "gradients", range(100))
-    runtime.refusal = 2
-    with pytest.warns(RuntimeWarning, match=r"page-locking gradients .* failed"):
-        arena.lock_whole(other)
-    assert (arena.pinned_bytes, arena.pageable_bytes) == (20_000, 20_000)
-    arena.close()
-    assert runtime.ranges == {}
-
-
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_memory_is_unlocked_before_it_is_unmapped_when_its_last_tensor_goes(

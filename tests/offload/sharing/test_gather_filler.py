@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload.memory.host_memory import aligned
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Attached, AttachOptions
 from offload.optimizer import states
@@ -20,12 +18,10 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
 from offload.sharing.shared_memory import PagesAhead, SharedMemory
 from offload.sharing.sharers import NO_SHARERS, Sharers, meet
-from offload.sharing.slices import slices_of
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.open_files import open_files
-from tests.offload.helpers.page_locks import FakeRuntime
 from tests.offload.helpers.shared_training import (
     EARLY,
     MODES,
@@ -182,50 +178,6 @@ def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
     assert whole <= sum(in_step for in_step, *_ in sharers) < 1.2 * whole
     assert all(abs(in_step - whole / 2) < whole / 5 for in_step, *_ in sharers)
     assert all(outside <= found[1] < 1.2 * outside and found[2] == found[3] > 0 for found in sharers)
-
-
-@pytest.mark.parametrize("releases", [False, True])
-def test_each_sharer_locks_its_part_until_it_copies_whole_units(releases: bool, monkeypatch: pytest.MonkeyPatch):
-    runtime = FakeRuntime()
-    runtime.install_for_the_cpu(monkeypatch)
-
-    def work(sharers: Sharers) -> list[dict[str, list[range]]]:
-        model, found = Stack(width=64, depth=4), []
-        options = AttachOptions(sharers=sharers, release_gradients=releases)
-        attached = LayerStream(slots=2).attach(model, CheckedStreams(torch.device("cpu")), options)
-        filler = attached._streamer.filler
-
-        def note() -> None:
-            found.append({})
-            for unit, sums in filler._sum_homes.items():
-                for block in [unit.weights, *([sums.block] if sums.block is not None else [])]:
-                    at, nbytes = block.bytes.data_ptr(), block.bytes.numel()
-                    ranges = [
-                        range(a - at, a - at + size) for a, size in runtime.ranges.items() if at <= a < at + nbytes
-                    ]
-                    found[-1][block.name] = [nbytes, slices_of(unit, 2).own(sharers.rank), *ranges]
-            meet(sharers, "the test")
-
-        note()
-        with attached.inference():
-            model(stack_inputs(0, 0))
-        note()
-        attached.detach()
-        return found
-
-    (first, first_later), (second, second_later) = as_sharers(2, work)
-    assert first == first_later
-    assert len(first) == len(second) == (4 if releases else 8)
-    assert all(locked == range(nbytes) for nbytes, _, locked in first.values())
-    for name, (nbytes, (start, end), locked) in second.items():
-        assert (locked.start, locked.stop) == (start - start % mmap.PAGESIZE, aligned(nbytes, 1024)), name
-        assert 0 < locked.start < start < end == nbytes
-    assert second_later == {
-        name: [nbytes, own, range(nbytes) if name.startswith("weights") else locked]
-        for name, (nbytes, own, locked) in second.items()
-    }
-    assert not runtime.ranges
-    assert not runtime.unmapped
 
 
 @pytest.mark.parametrize("taken", ["int8", "fp32", None])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from offload.sharing import gradient_buckets, separate_gradients
-from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, Slices, check_divisible, locked_bytes, slices_of
+from offload.sharing.slices import SHARED_ALIGNMENT_BYTES, Slices, check_divisible, slices_of
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 from training.parallel.reduce import exchange_bytes
@@ -52,24 +52,6 @@ def test_every_element_is_in_the_slices_of_one_process():
                 assert part.start % 256 == 0
                 owners[part.start : part.stop] += 1
         assert owners.eq(1).all()
-
-
-def test_each_process_locks_its_slice_and_tensors_that_begin_there():
-    unit = unit_of(torch.zeros(70, 50), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(1000, dtype=torch.bfloat16))
-    slices, places = slices_of(unit, 3), {tensor: tensor.offset for tensor in unit.tensors}
-    assert locked_bytes(slices, places, 0) is None
-    for rank in (1, 2):
-        (start, end), locked = slices.own(rank), locked_bytes(slices, places, rank)
-        assert locked.start == start > 0
-        assert end <= locked.stop < unit.nbytes + SHARED_ALIGNMENT_BYTES
-        # A copy of a tensor, or of a part to its end, that begins in locked memory ends there.
-        for tensor in unit.tensors:
-            if max(start, tensor.offset) < min(end, tensor.offset + tensor.nbytes):
-                assert tensor.offset + tensor.nbytes <= locked.stop
-    # The first tensor is 14,000 bytes, and a slice 6,144: the rest of it is the second process's, and nobody else's.
-    assert locked_bytes(slices, places, 1) == range(6144, 14336)
-    assert locked_bytes(slices, places, 2) == range(12288, 17408)
-    assert locked_bytes(Slices(1000, 3), {unit.tensors[0]: 0}, 2) is None
 
 
 def test_a_parameter_with_other_strides_is_refused():
