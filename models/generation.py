@@ -55,10 +55,14 @@ def generate(
     """
     generator = torch.Generator().manual_seed(seed)
     cache = model.key_value_cache(len(prompt) + tokens)
-    ids = list(prompt)
+    text, ids = list(prompt), list(prompt)
     for _ in range(tokens):
+        if len(text) - 1 == getattr(model, "short_positions", None) and len(ids) < len(text):
+            # What is in the cache has the angles of a shorter text.
+            cache, ids = model.key_value_cache(len(prompt) + tokens), text
         logits = model(torch.tensor([ids], device=device), cache=cache)
         ids = [draw(logits[0, -1, :vocab_size].cpu(), temperature, top_p, generator)]
+        text += ids
         yield ids[0]
 
 

@@ -202,7 +202,16 @@ class CausalLanguageModel(TransformersModel):
 
 
 class CachedLanguageModel(CausalLanguageModel):
-    """A causal language model of transformers that can generate text: it keeps the keys and values of positions."""
+    """A causal language model of transformers that can generate text: it keeps the keys and values of positions.
+
+    `short_positions` are the most tokens of a text that has the short angles of longrope (Phi-3), None without it.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(model)
+        rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+        is_long = rope.get("rope_type") == "longrope"
+        self.short_positions = rope.get("original_max_position_embeddings") if is_long else None
 
     def key_value_cache(self, capacity: int) -> DynamicCache:
         """Returns an empty cache of transformers for one text; it grows, whatever the `capacity`."""

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from models.generation import can_generate, draw, generate
+from models.hf import build_hf
 from models.initialise import initialise
 from models.llama import Llama
 from tests.models.helpers.hugging_face import SIZES
@@ -39,6 +40,25 @@ def test_greedy_tokens_are_those_of_recomputing_the_whole_sequence(model: Llama)
         for _ in range(12):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     assert generated(model, temperature=0) == ids[len(PROMPT) :]
+    assert len(set(ids)) > 3
+
+
+@pytest.mark.parametrize("short", [2, 3, 4, 8, 40])
+def test_greedy_tokens_of_longrope_are_those_of_transformers(short: int):
+    """Beyond so many tokens it has other angles for all of a text, so what the cache holds is computed again."""
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [1.0, 9.0], "rope_theta": 10.0}
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    sizes |= {"original_max_position_embeddings": short, "rope_parameters": longrope}
+    made = build_hf("phi3", "causal_lm", sizes).eval()
+    made.initialise(0)
+    ids = list(PROMPT)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(30 if parameter.ndim > 1 else 1)
+        for _ in range(12):
+            ids.append(int(made.hf(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert generated(made, temperature=0) == ids[len(PROMPT) :]
     assert len(set(ids)) > 3
 
 
