@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Self
 
 from training.errors import UserError
-from training.runs.checkpoint_files import BASE_FILE, DamagedError, read_json, sha256_of_file, side_by_side
+from training.runs.bounded_files import DamagedError, read_json
+from training.runs.checkpoint_files import BASE_FILE, sha256_of_file, side_by_side
 from training.weights.files import ModelWeights, weight_files
 
 

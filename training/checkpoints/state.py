@@ -20,6 +20,7 @@ from models.adapters import is_adapted
 from models.quantise import stored_tensors
 from models.safetensors_files import DTYPE_NAMES, StoredTensor, open_file, read_headers, read_into
 from models.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, load_weights
+from training.runs.bounded_files import DamagedError, read_json
 from training.runs.checkpoint_files import (
     EMA_STEM,
     MANIFEST_FILE,
@@ -27,8 +28,6 @@ from training.runs.checkpoint_files import (
     RANDOM_FILE,
     STATE_FILE,
     WEIGHTS_STEM,
-    DamagedError,
-    read_json,
 )
 
 # The name of an optimizer's state that is a copy of its parameter, kept where the states are on another device.

@@ -15,7 +15,7 @@ from typing import Any
 from training.errors import UserError
 from training.metric_names import PLANNED
 from training.metrics.run_summary import summarise
-from training.runs.bounded_files import MissingError, UnreadableError, opened, read_json, read_yaml
+from training.runs.bounded_files import DamagedError, MissingError, read_json, read_yaml
 from training.runs.files import (
     CHOICES_FILE,
     CONFIG_FILE,
@@ -203,15 +203,16 @@ def _command(overrides: Any) -> str:
 
 def _is_locked(path: Path, damage: list[str]) -> bool:
     """Returns True if another process holds a lock on the file; the system releases it when that process ends."""
+    # A pipe would be waited for.
+    if not path.is_file():
+        return False
     try:
-        with opened(path) as file:
+        with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except MissingError:
-        pass
-    except (OSError, UnreadableError) as error:
-        damage.append(f"{path}: {error}")
+    except OSError as error:
+        damage.append(f"{path}: it cannot be read ({error.strerror})")
     return False
 
 
@@ -219,6 +220,6 @@ def _read(read: Callable[[Path], dict[str, Any]], path: Path, damage: list[str])
     """Reads a file that describes a run; if that fails, appends the reason to `damage` and returns an empty dict."""
     try:
         return read(path)
-    except UnreadableError as error:
-        damage += [] if isinstance(error, MissingError) else [f"{path}: {error}"]
+    except DamagedError as error:
+        damage += [] if isinstance(error, MissingError) else [str(error)]
         return {}

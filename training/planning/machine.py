@@ -40,7 +40,7 @@ from training.profiling.hardware import (
     seconds_of,
     vram_bytes,
 )
-from training.runs.bounded_files import UnreadableError, read_json
+from training.runs.bounded_files import DamagedError, read_json
 from training.runs.files import write_whole
 from training.runs.records import is_number
 from training.settle.components import Components, acquired
@@ -212,7 +212,7 @@ def kept(device: torch.device) -> dict[str, str | float] | None:
     """
     try:
         values = read_json(kept_path(device))
-    except (UnreadableError, UserError):
+    except (DamagedError, UserError):
         return None
     numbers = all(is_number(value) and 0 < value < math.inf for key, value in values.items() if key != "name")
     return values if numbers and isinstance(values.get("name"), str) and values["name"] else None

@@ -7,9 +7,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -18,8 +18,7 @@ from threading import Event
 from typing import Any, TypeVar
 
 from training.errors import UserError
-from training.runs import bounded_files
-from training.runs.bounded_files import MissingError, UnreadableError
+from training.runs.bounded_files import DamagedError, json_object, opened, read_bytes, read_yaml
 from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE, PARTIAL_SUFFIX
 
 MANIFEST_FILE = "manifest.json"
@@ -91,10 +90,6 @@ def partials_in(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}"))
 
 
-class DamagedError(Exception):
-    """A checkpoint cannot be used; the message is one line that names the file and the reason."""
-
-
 @dataclass(frozen=True)
 class FileRecord:
     """The size and the hash of a file when it was written."""
@@ -111,9 +106,8 @@ def manifest_text(files: Mapping[str, FileRecord]) -> str:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Reads which files a checkpoint must have. Raises DamagedError for no manifest, or a path in place of a name."""
     path = folder / MANIFEST_FILE
-    with damage_of(path):
-        content = bounded_files.read_bytes(path)
-        manifest = bounded_files.json_object(content)
+    content = read_bytes(path)
+    manifest = json_object(content, str(path))
     if manifest.get("format") != FORMAT:
         raise DamagedError(f"{path} has format {manifest.get('format')!r}: this version reads only format {FORMAT}")
     files = manifest.get("files")
@@ -135,7 +129,7 @@ def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Reads and hashes all files. Raises DamagedError naming the first that is missing, or has another size or hash."""
     for name, record in files.items():
         path = folder / name
-        with damage_of(path), bounded_files.opened(path) as file:
+        with opened(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
         if nbytes != record.nbytes:
             raise DamagedError(f"{path} has {nbytes} bytes where {record.nbytes} were written")
@@ -156,37 +150,16 @@ def side_by_side(functions: Sequence[Callable[[], T]], given_up: Event | None = 
             raise
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file with one JSON object. Raises DamagedError if it is anything else."""
-    with damage_of(path):
-        return bounded_files.read_json(path)
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads a checkpoint's configuration, every value as text. Raises DamagedError if the file is no configuration."""
-    path = folder / CONFIG_FILE
-    with damage_of(path):
-        return bounded_files.read_yaml(path)
-
-
-@contextmanager
-def damage_of(path: Path) -> Iterator[None]:
-    """Surrounds code that reads `path`; turns an error of reading into a DamagedError that names the file."""
-    try:
-        yield
-    except MissingError:
-        raise DamagedError(f"{path} is missing") from None
-    except UnreadableError as error:
-        raise DamagedError(f"{path}: {error}") from None
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    return read_yaml(folder / CONFIG_FILE)
 
 
 def sha256_of_file(path: Path) -> str:
     """Returns the SHA-256 of a file. Raises DamagedError if it cannot be read."""
     digest = hashlib.sha256()
     piece = memoryview(bytearray(PIECE_BYTES))
-    with damage_of(path), bounded_files.opened(path) as file:
+    with opened(path) as file:
         while count := file.raw.readinto(piece):
             digest.update(piece[:count])
     return digest.hexdigest()

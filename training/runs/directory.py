@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from training.errors import UserError
-from training.runs.bounded_files import UnreadableError, read_lines
+from training.runs.bounded_files import DamagedError, read_lines
 from training.runs.checkpoint_files import checkpoints_in
 from training.runs.files import (
     CHECKPOINTS_FOLDER,
@@ -95,7 +95,7 @@ def has_records(run_dir: Path) -> bool:
     try:
         # A line that a killed run did not finish is not a record.
         return next(read_lines(run_dir / METRICS_FILE), b"").endswith(b"\n")
-    except UnreadableError:
+    except DamagedError:
         return False
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from training.errors import UserError
 from training.metric_names import COUNTS, METRIC_KEYS, PLANNED, SUMMARY_KEYS
-from training.runs.bounded_files import MissingError, UnreadableError, json_object, read_bytes, read_lines
+from training.runs.bounded_files import DamagedError, MissingError, json_object, read_bytes, read_lines
 from training.runs.files import METRICS_FILE, SUMMARY_FILE, write_whole
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def stream_metrics(run_dir: Path, name: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
     """Yields what `read_metrics` returns, of the file `name` of the same form, and raises UserError as it does."""
     path = run_dir / name
-    with _readable(path, missing="; name the directory of a run"):
+    with _readable(missing="; name the directory of a run"):
         for number, line in enumerate(read_lines(path), start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                yield _checked(json_object(line))
-            except (UnreadableError, ValueError) as error:
-                raise UserError(f"{path}: line {number} is not a record: {error}; the file is damaged") from None
+            yield _checked(line, f"{path}: line {number} is not a record")
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
@@ -82,12 +79,8 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """Reads the summary of a run. Raises UserError if there is none, it cannot be read, or it is damaged."""
     path = run_dir / SUMMARY_FILE
-    with _readable(path, missing="; the run is not over or was killed, or this is not the directory of a run"):
-        content = read_bytes(path)
-    try:
-        return _checked(json_object(content))
-    except (UnreadableError, ValueError) as error:
-        raise UserError(f"{path}: {error}; the file is damaged") from None
+    with _readable(missing="; the run is not over or was killed, or this is not the directory of a run"):
+        return _checked(read_bytes(path), str(path))
 
 
 def is_number(value: Any) -> bool:
@@ -102,24 +95,25 @@ def _to_json(values: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(values, allow_nan=False, indent=indent)
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Restores the floats that are not finite; raises ValueError with the reason if no run writes such an object."""
+def _checked(text: bytes, name: str) -> dict[str, Any]:
+    """Parses an object, and restores its floats that are not finite. Raises DamagedError if no run writes such one."""
+    values = json_object(text, name)
     kinds = values.pop("nonfinite", {})
     if not (isinstance(kinds, dict) and all(kind in ("nan", "inf", "-inf") for kind in kinds.values())):
-        raise ValueError(f"nonfinite is {reprlib.repr(kinds)}: it must map names to nan, inf or -inf")
+        raise DamagedError(f"{name}: nonfinite is {reprlib.repr(kinds)}: it must map names to nan, inf or -inf")
     values |= {key: float(kind) for key, kind in kinds.items()}
     for key, value in values.items():
         metric = key.removeprefix(PLANNED)
         if metric in METRIC_KEYS | SUMMARY_KEYS and not is_number(value):
-            raise ValueError(f"{key} is {reprlib.repr(value)}, not a number")
+            raise DamagedError(f"{name}: {key} is {reprlib.repr(value)}, not a number")
         if metric in COUNTS and not isinstance(value, int):
-            raise ValueError(f"{key} is {reprlib.repr(value)}, not a count")
+            raise DamagedError(f"{name}: {key} is {reprlib.repr(value)}, not a count")
     return values
 
 
 def _drop_after(path: Path, step: int) -> None:
     """Leaves the records of steps up to `step` alone; warns of whole lines that are no records."""
-    with _readable(path):
+    with _readable():
         lines, kept = list(read_lines(path)), []
     for number, line in enumerate(lines, start=1):
         record = _record_of(line)
@@ -134,19 +128,20 @@ def _drop_after(path: Path, step: int) -> None:
 def _record_of(line: bytes) -> dict[str, Any] | None:
     """Returns the record in a line, None if the line has no record with a step, or no end."""
     try:
-        record = _checked(json_object(line))
-    except (UnreadableError, ValueError):
+        record = _checked(line, "")
+    except DamagedError:
         return None
     return record if "train/step" in record and line.endswith(b"\n") else None
 
 
 @contextmanager
-def _readable(path: Path, missing: str = "") -> Iterator[None]:
-    """Raises an UnreadableError of the block as UserError, with advice behind it where the file is missing."""
+def _readable(missing: str = "") -> Iterator[None]:
+    """Raises a DamagedError of the block as UserError, with advice behind it where the file is missing."""
     try:
         yield
-    except UnreadableError as error:
-        raise UserError(f"{path}: {error}{missing if isinstance(error, MissingError) else ''}") from None
+    except DamagedError as error:
+        advice = missing if isinstance(error, MissingError) else "; the file is damaged"
+        raise UserError(f"{error}{advice}") from None
 
 
 @contextmanager

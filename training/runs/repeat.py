@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from training.errors import UserError, first_line
-from training.runs.bounded_files import MissingError, UnreadableError, leaves_of, parse_yaml, read_yaml
+from training.runs.bounded_files import DamagedError, MissingError, leaves_of, parse_yaml, read_yaml
 from training.runs.compose_errors import explain_refusal
 from training.runs.files import CHOICES_FILE, CONFIG_FILE, home_expanded
 from training.runs.invocation import Invocation, key_of, written
@@ -70,8 +70,8 @@ def _read(prefix: str, run_dir: Path, name: str) -> dict[str, Any]:
         job = run_dir / "0"
         jobs = f", such as {prefix.removesuffix(str(run_dir))}{job}" if (job / name).is_file() else ""
         raise UserError(f"{prefix}: no {name} there: give the directory of a run{jobs}") from None
-    except UnreadableError as error:
-        raise UserError(f"{prefix}: {name} cannot be used: {error}") from error
+    except DamagedError as error:
+        raise UserError(f"{prefix}: {error}") from error
 
 
 def _path(override: str) -> str:

@@ -32,8 +32,8 @@ from training.config.declare import AUTO, SETTLED
 from training.errors import UserError, first_line
 from training.metrics.run_names import SWEEP_GROUP_VARIABLE, SWEEP_LABEL_VARIABLE
 from training.parallel.world import refuse_sweep
-from training.runs.bounded_files import UnreadableError, parse_yaml
-from training.runs.checkpoint_files import DamagedError, read_config
+from training.runs.bounded_files import DamagedError, parse_yaml
+from training.runs.checkpoint_files import read_config
 from training.runs.directory import has_records, holds_results, refuse_program_folder
 from training.runs.files import CONSOLE_FILE, WANDB_FOLDER
 from training.runs.invocation import quoted
@@ -218,7 +218,7 @@ def tell_apart(jobs: Sequence[SweepJob], configs: Sequence[DictConfig], sweep_di
         choices = {key: str(value) for key, value in config.hydra.runtime.choices.items() if value is not None}
         try:
             values = parse_yaml(OmegaConf.to_yaml(_task_config(config), resolve=True))
-        except (OmegaConfBaseException, UnreadableError):
+        except (OmegaConfBaseException, DamagedError):
             # The job refuses it.
             values = {}
         runs.append(Run(job.directory, "running", config=values, choices=choices))

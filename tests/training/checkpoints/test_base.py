@@ -43,7 +43,7 @@ def test_or_the_contents_of_its_files_wherever_they_are(tmp_path: Path):
 
 
 def test_a_checkpoint_without_it_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"^resume=x: .*base\.json is missing$"):
+    with pytest.raises(UserError, match=r"^resume=x: .*base\.json: no such file$"):
         BaseReference.of(3, None).check(tmp_path, "resume=x")
 
 

@@ -37,8 +37,8 @@ DAMAGE = {
     "weights cut short": (cut("model.safetensors", 1), "model.safetensors has .* bytes where"),
     "middle bit of weights": (flip("model.safetensors", 0.5), "model.safetensors is not what was written"),
     "bit of the position": (flip("state.json", 0.4), "state.json is not what was written"),
-    "weights gone": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "manifest gone": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "weights gone": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: no such file"),
+    "manifest gone": (lambda f: (f / "manifest.json").unlink(), "manifest.json: no such file"),
     "manifest of another format": (rewrite("manifest.json", b'{"format": 9}'), "format 9: this version reads only"),
     "manifest that is huge": (
         lambda f: os.truncate(f / "manifest.json", 2**30),

@@ -19,7 +19,8 @@ from training.checkpoints.state import (
     restore_random_states,
 )
 from training.errors import UserError
-from training.runs.checkpoint_files import RANDOM_FILE, STATE_FILE, DamagedError
+from training.runs.bounded_files import DamagedError
+from training.runs.checkpoint_files import RANDOM_FILE, STATE_FILE
 
 CPU = torch.device("cpu")
 

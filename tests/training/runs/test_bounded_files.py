@@ -9,10 +9,9 @@ import pytest
 from tests.training.helpers.time_limit import time_limit
 from tests.training.helpers.yaml_bomb import BOMB
 from training.runs.bounded_files import (
+    DamagedError,
     MissingError,
-    UnreadableError,
     json_object,
-    opened,
     parse_yaml,
     read_bytes,
     read_json,
@@ -20,7 +19,7 @@ from training.runs.bounded_files import (
     read_yaml,
 )
 
-READERS = (opened, read_bytes, lambda path: list(read_lines(path)), read_json, read_yaml)
+READERS = (read_bytes, lambda path: list(read_lines(path)), read_json, read_yaml)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +41,7 @@ def in_time() -> Iterator[None]:
 )
 def test_only_regular_files_are_read(tmp_path: Path, read, make, reason: str):
     make(tmp_path / "x")
-    with pytest.raises(UnreadableError, match=f"^{reason}") as caught:
+    with pytest.raises(DamagedError, match=f"^{tmp_path}/x: {reason}") as caught:
         read(tmp_path / "x")
     assert isinstance(caught.value, MissingError) == (reason == "no such file")
 
@@ -53,7 +52,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path):
     assert read_bytes(Path("/proc/self/cmdline"))
     os.truncate(tmp_path / "x", 2**40)
     for read in (read_bytes, read_json, read_yaml):
-        with pytest.raises(UnreadableError, match=r"it has more than .* bytes, too many for this file"):
+        with pytest.raises(DamagedError, match=r"it has more than .* bytes, too many for this file"):
             read(tmp_path / "x")
 
 
@@ -69,8 +68,8 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path):
     ],
 )
 def test_json_that_no_run_writes(text: str, reason: str):
-    with pytest.raises(UnreadableError, match=f"^{reason}$"):
-        json_object(text.encode(errors="surrogateescape"))
+    with pytest.raises(DamagedError, match=f"^x: {reason}$"):
+        json_object(text.encode(errors="surrogateescape"), "x")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_json_that_no_run_writes(text: str, reason: str):
 )
 def test_yaml_that_no_run_writes(tmp_path: Path, text: str | bytes, reason: str):
     (tmp_path / "x.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UnreadableError, match=f"^{reason}"):
+    with pytest.raises(DamagedError, match=f"^{tmp_path}/x.yaml: {reason}"):
         read_yaml(tmp_path / "x.yaml")
 
 

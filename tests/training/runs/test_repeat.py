@@ -86,7 +86,7 @@ def test_the_values_of_a_sweep_stay_for_hydra(tmp_path: Path):
 @pytest.mark.parametrize(
     ("old", "new", "given", "message"),
     [
-        ("seed: 3\n", "seed: [3\n", (), r"config.yaml cannot be used: it is not a plain YAML file"),
+        ("seed: 3\n", "seed: [3\n", (), r"config.yaml: it is not a plain YAML file"),
         ("- offload=tensor_swap", "- offload=gone", (), r"repeat=.*: offload=gone: there is no such option"),
         ("- offload=tensor_swap", "- {offload: gone}", (), r"choices.yaml has no overrides: it was not written by a"),
         ("", "", ("repeat=b",), r"give the run to repeat once"),

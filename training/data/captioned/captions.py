@@ -11,7 +11,7 @@ from pathlib import Path
 from training.data.images import files_below
 from training.data.local_files import json_lines, read_each
 from training.errors import UserError
-from training.runs.bounded_files import UnreadableError, read_bytes
+from training.runs.bounded_files import DamagedError, read_bytes
 
 BESIDE = (".txt", ".caption")
 ROWS = "metadata.jsonl"
@@ -49,9 +49,11 @@ def _beside(root: Path, pictures: Sequence[str]) -> Iterator[tuple[str, str, str
             if name in files:
                 try:
                     caption = read_bytes(root / name).decode("utf-8-sig").strip()
-                except (UnreadableError, UnicodeDecodeError) as error:
-                    reason = error if isinstance(error, UnreadableError) else "it is not text in UTF-8"
-                    raise UserError(f"dataset: cannot read the caption {root / name}: {reason}; repair it") from None
+                except DamagedError as error:
+                    raise UserError(f"dataset: cannot read the caption {error}; repair it") from None
+                except UnicodeDecodeError:
+                    problem = f"dataset: cannot read the caption {root / name}: it is not text in UTF-8; repair it"
+                    raise UserError(problem) from None
                 # Ends of lines of Windows are other tokens to Qwen.
                 yield picture, name, caption.replace("\r\n", "\n")
 

@@ -19,7 +19,7 @@ from training.data.images import EXTENSIONS, existing_folder, files_below
 from training.data.packing import random_words
 from training.data.pictures import CROPS, as_images, cut, decoded_with_alpha, upright_size
 from training.errors import UserError
-from training.runs.bounded_files import UnreadableError, opened
+from training.runs.bounded_files import DamagedError, opened
 
 MASK = "-mask.png"
 # Pictures which not every Pillow decodes; to leave them out would train on a part of the folder in silence.
@@ -226,8 +226,8 @@ def _digest(path: Path | ColumnPicture) -> str:
     try:
         with opened(found) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except (UnreadableError, OSError) as error:
-        raise UserError(f"dataset: cannot use the picture {path}: {error}; repair or remove it") from None
+    except DamagedError as error:
+        raise UserError(f"dataset: cannot use the picture {error}; repair or remove it") from None
 
 
 def folders_of(folder: str | Sequence[str] | Mapping[str, int]) -> dict[Path, int]:
