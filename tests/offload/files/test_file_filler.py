@@ -32,7 +32,7 @@ from tests.offload.helpers.mapped import (
     write_frozen,
 )
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs, under
-from tests.offload.helpers.open_files import open_files
+from tests.offload.helpers.pages import open_files
 
 
 def model_of(recompute: str | None = None) -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 
 from offload.files.mapped_files import ChangedFileError, FileSpan, MappedFile, lies_in_file
 from tests.offload.helpers.mapped import reads_through
-from tests.offload.helpers.open_files import open_files
+from tests.offload.helpers.pages import open_files
 
 
 @pytest.fixture

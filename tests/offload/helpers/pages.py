@@ -1,9 +1,11 @@
-"""Counts the pages of a range of addresses that are in memory, and the bytes that have huge ones."""
+"""Pages of a range of addresses that are in memory, huge ones among them, and the files that this process has open."""
 
 import ctypes
 import mmap
+import os
 import platform
 import re
+from contextlib import suppress
 from pathlib import Path
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -32,4 +34,18 @@ def huge_bytes(address: int, nbytes: int) -> int:
             inside = address <= start and end <= address + nbytes
         elif inside and line.startswith("ShmemPmdMapped:"):
             found += 1024 * int(line.split()[1])
+    return found
+
+
+def open_files() -> set[tuple[str, str]]:
+    """Returns the number of each open file, with what it is.
+
+    What a test leaves is what is here and was not before it. The number of files may fall meanwhile: what earlier tests
+    have dropped is closed when the collector runs.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        # That of the listing itself is closed by now.
+        with suppress(FileNotFoundError):
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
     return found

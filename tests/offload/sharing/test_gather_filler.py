@@ -21,7 +21,7 @@ from offload.sharing.sharers import NO_SHARERS, Sharers, meet
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
-from tests.offload.helpers.open_files import open_files
+from tests.offload.helpers.pages import open_files
 from tests.offload.helpers.shared_training import (
     EARLY,
     MODES,

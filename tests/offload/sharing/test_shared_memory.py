@@ -21,8 +21,7 @@ from offload.memory.host_memory import HUGE_PAGE_BYTES, POPULATING_THREADS, Host
 from offload.sharing import shared_memory
 from offload.sharing.shared_memory import MOST_NUMBERS, ExchangeBoard, PagesAhead, in_pages, share_memory
 from offload.sharing.sharers import NO_SHARERS, SharerLostError
-from tests.offload.helpers.open_files import open_files
-from tests.offload.helpers.pages import can_collapse, huge_bytes, pages_in_memory
+from tests.offload.helpers.pages import can_collapse, huge_bytes, open_files, pages_in_memory
 from tests.offload.helpers.sharers import LIMIT_S, ThreadSharers, as_sharers, homes_in_use
 
 

@@ -15,7 +15,7 @@ from offload.sharing import slices
 from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built
 from tests.offload.helpers.foreign import fresh, loss_of
-from tests.offload.helpers.shared_gradients import same_as_one_process
+from tests.offload.helpers.shared_training import same_as_one_process
 from tests.offload.helpers.sharers import use_collectives
 
 # The first step shows which gradients land once; from the second on those of what stays are summed inside backward.
