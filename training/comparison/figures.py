@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
 
 from training.comparison.labels import ARROW, place_labels
 from training.comparison.rows import EQUAL, REFERENCE, Row, losses, mean, pareto_front, split_by_seed
@@ -139,8 +140,8 @@ def memory_figure(rows: Sequence[Row]) -> Figure:
     # Of the points and their bars, in pixels. A bar may reach below a logarithmic axis.
     lows = [(x, max(y - (spread or 0.0), axes.get_ylim()[0])) for (x, y), spread in zip(points, spreads, strict=True)]
     highs = [(x, y + (spread or 0.0)) for (x, y), spread in zip(points, spreads, strict=True)]
-    boxes = numpy.hstack([axes.transData.transform(lows) - MARKER, axes.transData.transform(highs) + MARKER])
-    place_labels(axes, texts, boxes, points[front])
+    corners = zip(axes.transData.transform(lows) - MARKER, axes.transData.transform(highs) + MARKER, strict=True)
+    place_labels(axes, texts, [Bbox(each) for each in corners], points[front])
     return figure
 
 
