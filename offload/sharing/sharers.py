@@ -4,7 +4,7 @@ Processes of one host share memory. Where several hosts train one model, each ha
 summed over all (hybrid sharding, as in PyTorch FSDP, Zhao et al. 2023).
 
 The engine asks its sharers for an exchange of a few numbers and for a collective on the device. It imports no
-torch.distributed: `training.parallel.sharers` implements the protocol with it.
+torch.distributed: `training.parallel.sharers` implements them with it.
 
 Every sharer makes the same calls in the same order: each of them waits for the same call of all others.
 """
@@ -15,7 +15,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -40,19 +40,17 @@ class SharerLostError(RuntimeError):
         self.hangs = hangs
 
 
-class Sharers(Protocol):
-    """The processes that share homes. This one is number `rank` of the `count` of its host.
+class Sharers:
+    """The processes that share homes; this one is number `rank` of the `count` of its host. Here it shares nothing.
 
     `first` is the number of its host's first among those of all `hosts`. A sharer that does not come for `limit_s`
     seconds counts as one that hangs. For one that has ended or hangs, every method raises an error: SharerLostError if
     known.
     """
 
-    rank: int
-    count: int
-    first: int
-    hosts: int
-    limit_s: float
+    rank = first = 0
+    count = hosts = 1
+    limit_s = float("inf")
 
     def exchange(
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
@@ -62,50 +60,26 @@ class Sharers(Protocol):
         `what` names what they are exchanged for, in the error that is raised where a sharer does not come. `patient`: a
         sharer may come much later, because it loads weights, say. `everywhere`: with the sharers of all hosts.
         """
-        ...
+        return [list(numbers)]
 
     def attempt(self, call: Callable[[], None], what: str) -> None:
         """Makes a call for the purpose named; its SharerLostError becomes the error that other methods raise then."""
-        ...
+        call()
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
         """Completes `whole` (uint8 on the device) on the current stream; sharer k gives the k-th of `count` slices.
 
         Only the sharers of one host take part. The host does not wait where the device has streams.
         """
-        ...
 
     def sum(self, flat: torch.Tensor, what: str) -> None:
         """Makes `flat` (1-D on the device, its length a multiple of `count`) the sum over the sharers of all hosts.
 
         In its dtype, in the order of ranks, on the current stream: the host does not wait where the device has streams.
         """
-        ...
 
 
-class NoSharers:
-    """A process that shares nothing: its homes are its own memory, and it waits for nobody."""
-
-    rank = first = 0
-    count = hosts = 1
-    limit_s = float("inf")
-
-    def exchange(
-        self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
-    ) -> list[list[int]]:
-        return [list(numbers)]
-
-    def attempt(self, call: Callable[[], None], what: str) -> None:
-        call()
-
-    def gather(self, whole: torch.Tensor, what: str) -> None:
-        pass
-
-    def sum(self, flat: torch.Tensor, what: str) -> None:
-        pass
-
-
-NO_SHARERS = NoSharers()
+NO_SHARERS = Sharers()
 
 
 def meet(sharers: Sharers, what: str) -> None:

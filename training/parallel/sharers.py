@@ -74,7 +74,7 @@ class HostGroups:
         return cls(here, len(names), members[here], data[here], patient[here], across[rank % count])
 
 
-class GroupSharers:
+class GroupSharers(Sharers):
     """`offload.sharing.Sharers` of the ranks of one host, with the group of everyone for exchanges inside a step."""
 
     def __init__(self, groups: HostGroups, everyone: dist.ProcessGroup, messages: Messages):

@@ -13,7 +13,7 @@ import torch
 
 from offload.sharing import links
 from offload.sharing.cuda_driver import DriverError
-from offload.sharing.sharers import Processes, SharerLostError
+from offload.sharing.sharers import Processes, SharerLostError, Sharers
 
 # Longer than any of their calls takes.
 LIMIT_S = 300
@@ -47,7 +47,7 @@ class _Table:
         return values
 
 
-class ThreadSharers:
+class ThreadSharers(Sharers):
     """`offload.sharing.sharers.Sharers` of a thread: number `number` of all."""
 
     def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table]):
@@ -63,9 +63,6 @@ class ThreadSharers:
     ) -> list[list[int]]:
         found = self.laid_down(numbers) if everywhere else self._here.laid_down(self.rank, numbers)
         return [list(given) for given in found]
-
-    def attempt(self, call: Callable[[], None], what: str) -> None:
-        call()
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
         self.gathers += 1
