@@ -8,11 +8,13 @@ import gzip
 import io
 import json
 import logging
+import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,39 +174,28 @@ def merge(periods: Iterable[tuple[float, float]], bridge_us: float = 0.0) -> Per
 
 def subtract(periods: Periods, holes: Periods) -> Periods:
     """Returns the parts of `periods` that no hole covers. Both lists must be merged."""
-    left, hole = [], 0
-    for start, end in periods:
-        while hole < len(holes) and holes[hole][1] <= start:
-            hole += 1
-        for hole_start, hole_end in holes[hole:]:
-            if hole_start >= end:
-                break
-            if hole_start > start:
-                left.append((start, hole_start))
-            start = max(start, hole_end)
-        if start < end:
-            left.append((start, end))
-    return left
+    outside = _between([(0.0, -math.inf), *periods, (math.inf, 0.0)])
+    return _between(merge([*outside, *holes]))
+
+
+def _between(periods: Periods) -> Periods:
+    return [(end, start) for (_, end), (start, _) in pairwise(periods)]
 
 
 def _device_intervals(events: Sequence[dict]) -> Iterator[Interval]:
     """Yields the work of a GPU: copies by direction, and kernels by the kind of their stream."""
-    compute = _compute_stream(events)
+    total = Counter()
+    for event in events:
+        if event["cat"] == "kernel":
+            total[_stream(event)] += event["dur"]
+    # The stream whose kernels take the most time.
+    compute = max(total, key=total.get, default=None)
     copying = {_stream(event) for event in events if event["name"].startswith(tuple(COPY_LANES))} - {compute}
     for event in events:
         if event["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         lane = _lane_of(event, COPY_LANES) or ("kernels beside" if _stream(event) in copying else "compute")
         yield _interval(lane, event)
-
-
-def _compute_stream(events: Sequence[dict]) -> int | None:
-    """Returns the stream whose kernels take the most time in total."""
-    total = defaultdict(float)
-    for event in events:
-        if event["cat"] == "kernel":
-            total[_stream(event)] += event["dur"]
-    return max(total, key=total.get, default=None)
 
 
 def _program_intervals(events: Sequence[dict], ranges: Sequence[dict]) -> Iterator[Interval]:
