@@ -183,14 +183,24 @@ class Recorder:
         guidance: float | None = 1.0,
         output_type: str = "latent",
     ) -> None:
-        """Runs the pipeline with other methods in the place of its own, until one of them has enough."""
+        """Runs the pipeline with other methods in the place of its own, until one of them has enough.
+
+        Raises ValueError for what pipelines raise that need an image, a package or another size.
+        """
         with ExitStack() as stack:
             for target, name, new in patches:
                 stack.enter_context(patch.object(target, name, new))
             stack.enter_context(self._encoding_once(asked.prompts, guidance))
             stack.enter_context(suppress(_EnoughError))
-            with torch.no_grad():
-                self._pipeline(**self.given(asked, steps=2, guidance=guidance, output_type=output_type))
+            given = self.given(asked, steps=2, guidance=guidance, output_type=output_type)
+            try:
+                with torch.no_grad():
+                    self._pipeline(**given)
+            except NotTrainableError:
+                raise
+            except (AttributeError, LookupError, NameError, TypeError, ValueError) as error:
+                reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0]}"
+                raise ValueError(f"{self.name}, called with {', '.join(given)} alone, ends in {reason}") from error
 
     def given(self, asked: Asked, *, steps: int, guidance: float | None, **others: Any) -> dict[str, Any]:
         """Returns the arguments of the pipeline's call: those of these that it takes."""

@@ -81,6 +81,17 @@ def test_a_pipeline_that_needs_an_image_is_refused():
         Recorder(pipeline, pipeline.transformer, CPU)
 
 
+def test_what_a_pipeline_raises_is_told_in_a_line():
+    """As pipelines of inpainting and of controlnets do, whose image is None by default."""
+    pipeline = made("sd3")
+    recorder = Recorder(pipeline, pipeline.transformer, CPU)
+    pipeline.check_inputs = lambda *_, **__: len(None)
+    with pytest.raises(
+        ValueError, match=r"^StableDiffusion3Pipeline, called with prompt, .* alone, ends in TypeError: object of type"
+    ):
+        recorder.record(Asked(("",), (32, 32)))
+
+
 def test_a_network_may_be_asked_for_its_sample():
     """As by the pipelines of Kandinsky 5."""
     recorder = recorder_of("flux")
