@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from offload.sharing.cuda_driver import DriverError
-from offload.sharing.remote_memory import CudaPeers, HostPeers, Part, Peers
+from offload.sharing.remote_memory import CudaPeers, Part, Peers
 from offload.sharing.sharers import Sharers, exchange_bytes
 from offload.streams.registry import Streams
 from offload.torch_private.tensor_parts import is_as_stored
@@ -215,7 +215,7 @@ def links_of(sharers: Sharers, streams: Streams) -> Links:
     if sharers.count == 1 or device.type == "meta":
         return Links(sharers, device)
     try:
-        return CopyLinks(sharers, device, HostPeers(sharers)) if device.type == "cpu" else _tried(sharers, streams)
+        return CopyLinks(sharers, device, Peers(sharers)) if device.type == "cpu" else _tried(sharers, streams)
     except DriverError as error:
         if sharers.rank == 0:
             logger.warning("devices exchange slices by collectives, which is slower than by copies: %s", error)

@@ -1,7 +1,7 @@
 """Device memory that the sharers of a host reach from each other, and the points at which they wait for each other.
 
 Every sharer makes the same calls in the same order on one stream. Then no stream waits for ever: a meeting needs
-earlier calls alone. `HostPeers` is for CPUs, `CudaPeers` for GPUs.
+earlier calls alone. `Peers` is for CPUs, `CudaPeers` for GPUs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -75,8 +74,11 @@ def has_come(number: int, wanted: int) -> bool:
     return (number - wanted) % 2**32 < 2**31
 
 
-class Peers(ABC):
-    """The device memory of all sharers of a host, from the side of one. Every sharer makes one, and waits."""
+class Peers:
+    """The device memory of all sharers of a host, from the side of one. Every sharer makes one, and waits.
+
+    This one is of processes whose device is the CPU.
+    """
 
     def __init__(self, sharers: Sharers):
         self._sharers = sharers
@@ -87,42 +89,8 @@ class Peers(ABC):
         # Of each region, that of each sharer: a tensor, or its address.
         self._regions: list[list] = []
 
-    @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Returns device memory (uint8) that the others reach: the next region. Every sharer calls it, and waits."""
-
-    @abstractmethod
-    def read(self, parts: Sequence[Part]) -> None:
-        """Copies parts of the others' memory, on the current stream."""
-
-    @abstractmethod
-    def write(self, parts: Sequence[Part]) -> None:
-        """Copies parts to the others' memory, on the current stream."""
-
-    @abstractmethod
-    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copies tensors of this device, on the current stream."""
-
-    @abstractmethod
-    def meet(self) -> None:
-        """Makes the later work of the current stream wait until those of all sharers have come to the same call.
-
-        On the CPU it blocks the host. Raises SharerLostError for a sharer that is lost, RuntimeError after `let_go`.
-        """
-
-    @abstractmethod
-    def let_go(self) -> None:
-        """Ends the waits of this process's stream, because a sharer is lost. What it computes from then on is wrong."""
-
-    def close(self) -> None:
-        """Gives the memory of the others back. The device is idle."""
-        self._regions.clear()
-
-
-class HostPeers(Peers):
-    """Those of processes whose device is the CPU."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
         count, empty = self._sharers.count, torch.empty(0, dtype=torch.uint8)
         memory = share_memory(self._sharers, count * in_pages(nbytes))
         parts = [memory.take(nbytes) for _ in range(count)]
@@ -130,33 +98,45 @@ class HostPeers(Peers):
         return self._regions[-1][self._sharers.rank]
 
     def read(self, parts: Sequence[Part]) -> None:
+        """Copies parts of the others' memory, on the current stream."""
         for part in parts:
             part.own.view(torch.uint8).copy_(self._theirs(part))
 
     def write(self, parts: Sequence[Part]) -> None:
+        """Copies parts to the others' memory, on the current stream."""
         for part in parts:
             self._theirs(part).copy_(part.own.view(torch.uint8))
 
     def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copies tensors of this device, on the current stream."""
         copy_each(targets, sources)
 
     def meet(self) -> None:
+        """Makes the later work of the current stream wait until those of all sharers have come to the same call.
+
+        On the CPU it blocks the host. Raises SharerLostError for a sharer that is lost, RuntimeError after `let_go`.
+        """
         self._number += 1
+        number, numbers, began = self._number, self._numbers, time.monotonic()
         for rank in self._others:
-            self._numbers[self._numbers.own(rank)] = self._number
-        began = time.monotonic()
+            numbers[numbers.own(rank)] = number
         for rank in self._others:
-            self._processes.awaited(rank, self._arrival(rank), began, self._sharers.limit_s)
+            place = numbers.theirs(rank)
+            read = lambda place=place: has_come(numbers[place], number) or None  # noqa: E731
+            self._processes.awaited(rank, read, began, self._sharers.limit_s)
 
     def let_go(self) -> None:
-        """Does nothing: the host waits, and looks for the sharer itself."""
+        """Ends the waits of this process's stream, because a sharer is lost. What it computes from then on is wrong.
+
+        On the CPU the host waits, and looks for the sharer itself.
+        """
+
+    def close(self) -> None:
+        """Gives the memory of the others back. The device is idle."""
+        self._regions.clear()
 
     def _theirs(self, part: Part) -> torch.Tensor:
         return self._regions[part.region][part.rank][part.start : part.start + part.own.nbytes]
-
-    def _arrival(self, rank: int) -> Callable[[], bool | None]:
-        place, number = self._numbers.theirs(rank), self._number
-        return lambda: has_come(self._numbers[place], number) or None
 
 
 class CudaPeers(Peers):

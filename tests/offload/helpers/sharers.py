@@ -137,4 +137,4 @@ def use_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(sharers: ThreadSharers) -> None:
         raise DriverError("no peer access")
 
-    monkeypatch.setattr(links, "HostPeers", unreachable)
+    monkeypatch.setattr(links, "Peers", unreachable)

@@ -12,7 +12,7 @@ import torch
 from offload.sharing import cuda_driver
 from offload.sharing import links as links_module
 from offload.sharing.links import Addends, CopyLinks, Links, links_of
-from offload.sharing.remote_memory import CudaPeers, HostPeers
+from offload.sharing.remote_memory import CudaPeers, Peers
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.cuda_driver import FakeDriver
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
@@ -22,7 +22,7 @@ BY_COLLECTIVES = "devices exchange slices by collectives, which is slower than b
 
 
 def by_copies(sharers: ThreadSharers) -> Links:
-    return CopyLinks(sharers, CPU, HostPeers(sharers))
+    return CopyLinks(sharers, CPU, Peers(sharers))
 
 
 def late(sharers: ThreadSharers, turn: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from offload.sharing import cuda_driver, remote_memory
 from offload.sharing.cuda_driver import DriverError
-from offload.sharing.remote_memory import CudaPeers, HostPeers, Part, Peers, fixed_segments, has_come
+from offload.sharing.remote_memory import CudaPeers, Part, Peers, fixed_segments, has_come
 from offload.sharing.sharers import Processes, SharerLostError
 from offload.torch_private import torch_internals
 from tests import ROOT
@@ -34,7 +34,7 @@ def of_gpus(sharers: ThreadSharers) -> CudaPeers:
 @pytest.fixture(params=["cpu", "gpu"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[ThreadSharers], Peers]:
     if request.param == "cpu":
-        return HostPeers
+        return Peers
     FakeDriver().install(monkeypatch)
     return of_gpus
 
@@ -97,7 +97,7 @@ def test_meetings_go_on_where_the_number_goes_round(make: Callable[[ThreadSharer
 def test_on_the_cpu_a_sharer_that_does_not_come_is_named():
     def work(sharers: ThreadSharers) -> None:
         sharers.limit_s = 0.2
-        own = HostPeers(sharers)
+        own = Peers(sharers)
         if sharers.rank == 0:
             with pytest.raises(SharerLostError, match=r"^rank 1 did not come within 0\.2 seconds$"):
                 own.meet()
