@@ -42,6 +42,7 @@ IMAGES, LABELS = "images", "labels"
 NOISY, TARGET, TIMESTEP, WEIGHT = "noisy", "target", "timestep", "loss_weight"
 # Facts about sizes, and latents that the model continues or fills, which it is always told.
 NEVER_DROPPED = ("time_ids", OTHER_LATENTS)
+UNUSED_BY_PIPELINES = ("null_class", "drop_condition", "guidance", "sample_count", "sample_shape")
 # In the key of random numbers: those of the samples.
 SAMPLING = 1
 # A step of a sampler: from points and the prediction for them to the next points.
@@ -175,8 +176,16 @@ class Diffusion(Task):
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
         refuse_language_model(model, self.name, "model=unet_small, or model=diffusers")
-        if isinstance(model, PipelineModel) and "pipeline" not in config.dataset:
+        if not isinstance(model, PipelineModel):
+            return
+        if "pipeline" not in config.dataset:
             raise UserError("model=pipeline trains on captioned pictures: take dataset=captioned dataset.folder=DIR")
+        for name in UNUSED_BY_PIPELINES:
+            if (given := getattr(self, name)) != getattr(type(self), name):
+                raise UserError(
+                    f"task.{name}={given}: has no effect with model=pipeline: leave it out; dataset.caption_dropout"
+                    " drops captions, and samples are the pipeline's own, one of each of sample.prompts"
+                )
 
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
         """Reads the scheduler. Raises UserError if it is of another task, or there is none for pretrained weights."""

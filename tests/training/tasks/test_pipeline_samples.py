@@ -56,6 +56,13 @@ def test_samples_are_made_by_the_scheduler_of_the_weights(tmp_path: Path, tmp_pa
     np.testing.assert_allclose(found, expected * 255, atol=1)
 
 
+@pytest.mark.parametrize("key", ["drop_condition=0.3", "guidance=7.5", "sample_count=4", "null_class=8"])
+def test_keys_that_a_pipeline_does_not_follow_are_refused(key: str, tmp_path: Path, tmp_path_factory):
+    overrides = overrides_of(saved("sd3", tmp_path_factory), draw_pictures(tmp_path / "pictures"))
+    with pytest.raises(UserError, match=rf"^task\.{key}: has no effect with model=pipeline: leave it out; dataset"):
+        components_of(*overrides, f"task.{key}")
+
+
 def test_samples_without_prompts_are_refused(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
     overrides = overrides_of(saved("sd3", tmp_path_factory), draw_pictures(tmp_path / "pictures"))
     components = components_of(*overrides, "sample.every=1")
