@@ -120,6 +120,9 @@ def read_run(directory: Path) -> Run:
         warmup_steps = int(warmup_steps) if re.fullmatch(r"\d{1,18}", warmup_steps) else 0
         metrics = summarise(steps, warmup_steps=warmup_steps, total_steps=steps[-1]["train/step"]) | metrics
     notes, forward_only = metrics.pop("notes", None), metrics.pop("forward_only", False)
+    overrides = recorded.get("overrides")
+    has_command = isinstance(overrides, list) and all(isinstance(each, str) for each in overrides)
+    command = shortened(shlex.join(["python", "train.py", *overrides]), LONGEST_REASON) if has_command else ""
     # A plan is made for a machine, not on it.
     facts = {"machine": _dict(plan, "hardware").get("name")} | plan | hardware
     facts["machine"] = hardware.get("gpu_name") or hardware.get("cpu_name") or facts["machine"]
@@ -138,7 +141,7 @@ def read_run(directory: Path) -> Run:
         origin={key: text for key in ("machine", *PLACE, "date") if (text := _text(facts.get(key)))},
         notes=tuple(filter(None, map(_text, notes if isinstance(notes, list) else []))),
         forward_only=forward_only is True,
-        command=_command(recorded.get("overrides")),
+        command=command,
         misfits=misfits,
     )
 
@@ -192,13 +195,6 @@ def _dict(values: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return shortened(value, LONGEST_REASON) if isinstance(value, str) else ""
-
-
-def _command(overrides: Any) -> str:
-    """Returns the command line of a run; empty if the run did not record its overrides."""
-    if not isinstance(overrides, list) or not all(isinstance(override, str) for override in overrides):
-        return ""
-    return shortened(shlex.join(["python", "train.py", *overrides]), LONGEST_REASON)
 
 
 def _is_locked(path: Path, damage: list[str]) -> bool:

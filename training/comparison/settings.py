@@ -32,7 +32,9 @@ def all_settings(runs: Sequence[Run]) -> list[Settings]:
 
     If the runs used different devices, `device` is the name of the one that the run used.
     """
-    values = [_settings(run) for run in runs]
+    values = [_without(dict(leaves_of(run.config)), REPEATS) for run in runs]
+    # For a mode that recomputes blocks by itself, `recompute` changes nothing.
+    values = [_without(own, ["recompute"]) if _recomputes_itself(own) else own for own in values]
     if len({run.device for run in runs if run.device}) > 1:
         return [own | {"device": run.device} if run.device else own for own, run in zip(values, runs, strict=True)]
     return values
@@ -106,12 +108,6 @@ def in_common(runs: Sequence[Run]) -> list[str]:
         if key == "model.source" or ("." not in key and key not in options)
     ]
     return [shortened(text, LONGEST_NAME) for text in shared]
-
-
-def _settings(run: Run) -> Settings:
-    values = dict(leaves_of(run.config))
-    # For a mode that recomputes blocks by itself, `recompute` changes nothing.
-    return _without(values, [*REPEATS, *(["recompute"] if _recomputes_itself(values) else [])])
 
 
 def _written(value: Any) -> str:

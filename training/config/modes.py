@@ -6,6 +6,7 @@ new mode is a file in offload/modes and one in conf/offload; help, benchmarks, s
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -40,8 +41,13 @@ class ModeOption:
 @cache
 def all_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
     """Returns modes and peers by name, the resident model first."""
-    paths = sorted(folder.glob("*.yaml"), key=lambda path: (path.stem != RESIDENT, path.stem))
-    return {path.stem: _option(path) for path in paths}
+    found = {}
+    for path in sorted(folder.glob("*.yaml"), key=lambda path: (path.stem != RESIDENT, path.stem)):
+        text = path.read_text()
+        comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+        description = " ".join(line.lstrip("# ") for line in comment)
+        found[path.stem] = ModeOption(path.stem, description, (yaml.safe_load(text) or {}).get("_target_"))
+    return found
 
 
 def mode_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
@@ -61,16 +67,6 @@ def weights_node(config: DictConfig) -> tuple[str, DictConfig]:
     while "weights" in mode:
         key, mode = f"{key}.weights", mode.weights
     return key, mode
-
-
-def _option(path: Path) -> ModeOption:
-    text = path.read_text()
-    comment = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# "))
-    return ModeOption(path.stem, " ".join(comment), (yaml.safe_load(text) or {}).get("_target_"))
 
 
 def is_group(name: str) -> bool:

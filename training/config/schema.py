@@ -292,7 +292,9 @@ def register() -> None:
     Makes resolvers known to OmegaConf: `${unless:OTHER,VALUE}` is the value, or null where the other one is given;
     `${with_adapter:A,B}` is A where the run trains an adapter, else B; `${root:PATH}` is a file of this repository.
     """
-    OmegaConf.register_new_resolver("with_adapter", _with_adapter, replace=True)
+    OmegaConf.register_new_resolver(
+        "with_adapter", lambda adapter, whole, *, _root_: adapter if has_adapter(_root_) else whole, replace=True
+    )
     OmegaConf.register_new_resolver("unless", lambda other, value: value if other is None else None, replace=True)
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
     store = ConfigStore.instance()
@@ -305,10 +307,6 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=name, node=schema)
     for card in PRESETS:
         store.store(group="hardware", name=card, node={"defaults": ["auto"]})
-
-
-def _with_adapter(adapter: str, whole: str, *, _root_: DictConfig) -> str:
-    return adapter if has_adapter(_root_) else whole
 
 
 def due(every: int | None, step: int, steps: int) -> bool:

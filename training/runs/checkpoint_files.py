@@ -43,7 +43,6 @@ SET_ASIDE_SUFFIX = ".aside"
 FORMAT = 2
 # Hashing releases Python's lock, so files are hashed in parallel; disks do not gain from more threads.
 THREADS = 4
-PIECE_BYTES = 2**24
 
 T = TypeVar("T")
 
@@ -157,9 +156,5 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def sha256_of_file(path: Path) -> str:
     """Returns the SHA-256 of a file. Raises DamagedError if it cannot be read."""
-    digest = hashlib.sha256()
-    piece = memoryview(bytearray(PIECE_BYTES))
     with opened(path) as file:
-        while count := file.raw.readinto(piece):
-            digest.update(piece[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
