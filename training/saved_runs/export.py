@@ -180,8 +180,8 @@ def merged_model(components: Components, checkpoint: Path) -> tuple[nn.Module, R
         merge_adapter(model)
     except ValueError as error:
         raise UserError(f"--merge: {error}") from error
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    return model, lambda name: tensors[name].detach()
+    tensors = model.state_dict()
+    return model, tensors.__getitem__
 
 
 def _copy_of(path: Path) -> Fill:

@@ -160,6 +160,16 @@ def test_it_is_merged_on_request_and_has_the_same_outputs(adapted: tuple[Path, t
     torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_merged_model_has_the_buffers_of_its_files(tmp_path: Path):
+    """DeepSeek-V3, GLM 4.5 and others store what balances their experts as a buffer, Gemma 4 a scale of each layer."""
+    sizes = f"{OF_EXPERTS},n_routed_experts:4,num_experts_per_tok:2,moe_intermediate_size:8,vocab_size:257"
+    model = ("model=hf", "model.source=glm4_moe", f"model.overrides={{{sizes}}}", *TEXT, "precision=fp32")
+    folder = saved_run(tmp_path / "run", *COMMON, *model, *ADAPTED, "steps=1", "checkpoint.every=1")
+    export(str(folder), str(tmp_path / "merged"), [], merge=True)
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    assert stored["model.layers.1.mlp.gate.e_score_correction_bias"].tolist() == [0.0] * 4
+
+
 def test_the_adapter_alone_is_that_of_the_checkpoint(adapted: tuple[Path, torch.Tensor], tmp_path: Path):
     folder, _ = adapted
     names = export(str(folder), str(tmp_path / "adapter"), [])
