@@ -99,6 +99,9 @@ class RunWriter:
         """Returns the rows of all runs written so far."""
         return build_rows(find_runs([self.folder]))
 
+    def by_name(self) -> dict[str, Row]:
+        return {row.name: row for row in self.rows()}
+
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> RunWriter:

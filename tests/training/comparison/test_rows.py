@@ -11,10 +11,6 @@ from training.comparison.table import MISSING, cells
 H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
 
 
-def rows(write_run) -> dict[str, Row]:
-    return {row.name: row for row in write_run.rows()}
-
-
 @pytest.mark.parametrize(
     ("times", "expected", "seeds"),
     [
@@ -28,14 +24,14 @@ def rows(write_run) -> dict[str, Row]:
 def test_seeds_are_averaged_and_their_spread_is_the_standard_deviation(write_run, times, expected: Statistic, seeds):
     for seed, step_ms in times:
         write_run(seed=seed, step_ms=step_ms)
-    (row,) = rows(write_run).values()
+    (row,) = write_run.by_name().values()
     assert (row.statistics["perf/step_ms"], row.seeds, row.status) == (expected, seeds, "ok")
 
 
 def test_a_seed_that_diverged_leaves_the_row_without_a_spread(write_run):
     for seed, loss in enumerate((2.0, math.inf, -math.inf)):
         write_run(seed=seed, losses=(4.0, loss))
-    (row,) = rows(write_run).values()
+    (row,) = write_run.by_name().values()
     assert math.isnan(row.mean("train/final_loss"))
     assert row.statistics["train/final_loss"].spread is None
 
@@ -55,7 +51,7 @@ def test_beside_rows_of_several_devices_others_have_one(write_run):
 def test_failed_seeds_are_counted_but_not_averaged(write_run):
     write_run(seed=0, step_ms=100.0)
     write_run(seed=1, step_ms=900.0, status="failed", reason="the disk is full")
-    (row,) = rows(write_run).values()
+    (row,) = write_run.by_name().values()
     assert (row.mean("perf/step_ms"), row.status, row.reasons) == (100.0, "1 ok, 1 failed", ["the disk is full"])
 
 
@@ -64,7 +60,7 @@ def test_a_stopped_seed_counts_only_where_none_came_to_its_end(write_run):
     stopped = write_run(seed=1, losses=(4.0,))
     summary = json.loads((stopped / "summary.json").read_text())
     (stopped / "summary.json").write_text(json.dumps(summary | {"status": "stopped"}))
-    (row,) = rows(write_run).values()
+    (row,) = write_run.by_name().values()
     assert (row.mean("train/final_loss"), row.status) == (2.0, "1 ok, 1 stopped")
     assert Row("alone", [run for run in row.runs if run.status == "stopped"]).measured
 
@@ -73,7 +69,7 @@ def test_times_of_different_hosts_and_versions_are_marked(write_run):
     write_run("none", hardware={"cpu_name": "A", "cpu_cores": 4, "torch": "2.13.0", "commit": "1"})
     write_run("layer_stream", hardware={"cpu_name": "A", "cpu_cores": 2, "torch": "2.12.0", "commit": "1"})
     write_run("tensor_swap", hardware={"cpu_name": "A", "cpu_cores": 4, "torch": "2.13.0", "commit": "1"})
-    notes = {name: row.notes for name, row in rows(write_run).items()}
+    notes = {name: row.notes for name, row in write_run.by_name().items()}
     mark = "compared across machines or versions: host 2 x A, 4 x A; torch 2.12.0, 2.13.0"
     assert notes == {"none": [], "layer_stream": [mark], "tensor_swap": []}
 
@@ -81,7 +77,7 @@ def test_times_of_different_hosts_and_versions_are_marked(write_run):
 def test_the_floor_is_the_one_that_the_run_states(write_run):
     write_run("none", step_ms=100.0, hardware=H200)
     write_run("layer_stream", step_ms=300.0, perf__floor_ms=200.0, transfer__h2d_gib=1e6, hardware=H200)
-    found = rows(write_run)
+    found = write_run.by_name()
     assert (found["none"].floor_ratio, found["layer_stream"].floor_ratio) == (None, 1.5)
 
 
@@ -89,7 +85,7 @@ def test_a_forward_alone_has_no_ratio_to_a_full_step(write_run):
     write_run("none", step_ms=300.0)
     write_run("layer_stream", step_ms=200.0, forward_only=True)
     write_run("shard_offload", step_ms=600.0)
-    assert [row.ratio for row in rows(write_run).values()] == [1.0, None, 2.0]
+    assert [row.ratio for row in write_run.by_name().values()] == [1.0, None, 2.0]
 
 
 def test_curves_are_compared_seed_by_seed(write_run):
@@ -99,7 +95,7 @@ def test_curves_are_compared_seed_by_seed(write_run):
     write_run("layer_stream", seed=0, losses=(4.0, 3.0))
     write_run("tensor_swap", seed=0, losses=(4.0, 3.0))
     write_run("tensor_swap", seed=1, losses=(5.0, math.nextafter(4.0, 5.0)))
-    found = rows(write_run)
+    found = write_run.by_name()
     assert (found["none"].curve, found["layer_stream"].curve) == ("reference", "equal")
     assert found["tensor_swap"].curve == "2.2e-16"
 
@@ -107,7 +103,7 @@ def test_curves_are_compared_seed_by_seed(write_run):
 def test_curves_of_other_seeds_are_not_comparable(write_run):
     write_run("none", seed=0)
     write_run("layer_stream", seed=7)
-    assert rows(write_run)["layer_stream"].curve is None
+    assert write_run.by_name()["layer_stream"].curve is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.helpers.in_process import composed
-from training.comparison.rows import Row, build_rows
+from training.comparison.rows import build_rows
 from training.comparison.runs import find_runs
 from training.comparison.settings import UPDATE_RULE, in_common
 from training.config.modes import mode_options
@@ -18,10 +18,6 @@ from training.runs.records import write_summary
 H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
 
 
-def rows(write_run) -> dict[str, Row]:
-    return {row.name: row for row in write_run.rows()}
-
-
 def test_names_tell_runs_apart(write_run):
     write_run("none")
     write_run("none", recompute="block")
@@ -29,7 +25,7 @@ def test_names_tell_runs_apart(write_run):
     write_run("layer_stream", knobs={"slots": 3, "include": []})
     write_run("tensor_swap", knobs={"budget": 0})
     write_run("layer_stream", knobs={"slots": 3, "include": ["a", "b"]}, top={"batch_size": 4})
-    assert list(rows(write_run)) == [
+    assert list(write_run.by_name()) == [
         "none batch_size=8",
         "none recompute=block batch_size=8",
         "layer_stream slots=2 include=[] batch_size=8",
@@ -95,13 +91,13 @@ def test_names_leave_out_keys_that_other_runs_do_not_have(write_run):
     lost = write_run("none", status="failed", reason="exit status 4", losses=None)
     for name in ("choices.yaml", "config.yaml"):
         (lost / name).unlink()
-    assert list(rows(write_run)) == ["none", "layer_stream", "2"]
+    assert list(write_run.by_name()) == ["none", "layer_stream", "2"]
 
 
 def test_names_leave_out_keys_that_are_null_or_false(write_run):
     write_run("none", top={"vram_budget": None, "plan": False, "clip_norm": None})
     write_run("none", top={"vram_budget": "22GiB", "plan": True, "clip_norm": 1.0})
-    assert list(rows(write_run)) == ["none", "none vram_budget=22GiB plan=true clip_norm=1.0"]
+    assert list(write_run.by_name()) == ["none", "none vram_budget=22GiB plan=true clip_norm=1.0"]
 
 
 def test_the_reference_has_the_same_settings_except_for_the_mode(write_run):
@@ -110,7 +106,7 @@ def test_the_reference_has_the_same_settings_except_for_the_mode(write_run):
     write_run("none", step_ms=400.0, top={"batch_size": 32})
     write_run("layer_stream", step_ms=300.0, recompute="block", top={"log_every": 5}, knobs={"slots": 4})
     write_run("layer_stream", step_ms=300.0, top={"batch_size": 64})
-    *_, with_recompute, alone = rows(write_run).values()
+    *_, with_recompute, alone = write_run.by_name().values()
     assert with_recompute.ratio == 2.0
     assert (alone.ratio, alone.floor_ratio, alone.curve) == (None, None, None)
 
@@ -140,27 +136,27 @@ def test_a_mode_that_recomputes_by_itself_has_a_reference_that_recomputes_if_the
     for choice in recompute:
         write_run("none", recompute=choice, step_ms=100.0 if choice == "none" else 150.0)
     write_run("shard_offload", step_ms=300.0, recompute=asked)
-    assert rows(write_run)["shard_offload"].ratio == ratio
+    assert write_run.by_name()["shard_offload"].ratio == ratio
 
 
 def test_a_mode_that_recomputes_by_itself_is_one_row_with_and_without_recompute(write_run):
     write_run("shard_offload", recompute="none")
     write_run("shard_offload", recompute="block")
-    assert len(rows(write_run)["shard_offload"].runs) == 2
+    assert len(write_run.by_name()["shard_offload"].runs) == 2
 
 
 def test_a_run_with_host_adamw_is_compared_with_adamw_if_no_resident_run_has_host_adamw(write_run):
     write_run("none", step_ms=100.0)
     write_run("layer_stream", optimizer="host_adamw", step_ms=200.0)
-    assert rows(write_run)["layer_stream"].ratio == 2.0
+    assert write_run.by_name()["layer_stream"].ratio == 2.0
     write_run("none", optimizer="host_adamw", step_ms=400.0)
-    assert rows(write_run)["layer_stream"].ratio == 0.5
+    assert write_run.by_name()["layer_stream"].ratio == 0.5
 
 
 def test_a_resident_run_that_failed_is_no_reference(write_run):
     write_run("none", status="out_of_memory", reason="the GPU is full")
     write_run("layer_stream")
-    assert rows(write_run)["layer_stream"].ratio is None
+    assert write_run.by_name()["layer_stream"].ratio is None
 
 
 def test_runs_on_another_device_are_neither_repetitions_nor_references(write_run):
@@ -169,7 +165,7 @@ def test_runs_on_another_device_are_neither_repetitions_nor_references(write_run
     write_run("none", seed=1, hardware=H200, step_ms=10.0, top=asked)
     write_run("layer_stream", hardware={"device": "cpu"}, step_ms=990.0, top=asked)
     write_run("tensor_swap", hardware=H200, step_ms=15.0, top=asked)
-    found = rows(write_run)
+    found = write_run.by_name()
     assert {name: row.ratio for name, row in found.items()} == {
         "none device=cpu": 1.0,
         "none device=NVIDIA H200": 1.0,
@@ -182,7 +178,7 @@ def test_runs_on_another_device_are_neither_repetitions_nor_references(write_run
 def test_a_run_without_hardware_joins_the_others_if_they_used_one_device(write_run, device: str):
     write_run("none", seed=0, hardware={"device": device})
     write_run("none", seed=1, status="failed", reason="lr", losses=None)
-    assert [len(row.runs) for row in rows(write_run).values()] == [2]
+    assert [len(row.runs) for row in write_run.by_name().values()] == [2]
 
 
 def test_what_is_the_same_in_all_runs_has_the_source_of_the_model(write_run):
