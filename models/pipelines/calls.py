@@ -214,8 +214,9 @@ class NetworkCall:
         arguments[self.latents] = noisy.reshape(rows, -1)[:, self.places].view(rows, *self.shape)
         divided_by, sign, plus = self.count
         number = number if self.time_dtype.is_floating_point else number.round()
-        time = plus + sign * (number.to(self.time_dtype) / divided_by) if (divided_by, plus) != (1, 0) else number
-        time = time.to(self.time_dtype).view(rows, *[1] * len(self.time_shape)).expand(rows, *self.time_shape)
+        # Rounded last: bfloat16 has 3 and 4, but of 996 and 997 only the first.
+        time = (plus + sign * number / divided_by).to(self.time_dtype)
+        time = time.view(rows, *[1] * len(self.time_shape)).expand(rows, *self.time_shape)
         for name in self.lists:
             lengths, rows = batch.get(name + LENGTHS), list(arguments[name])
             if lengths is not None and not lengths.is_meta:

@@ -86,6 +86,17 @@ def test_times_and_velocities_of_a_scheduler_that_counts_from_noise_to_image_are
     torch.testing.assert_close(points, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("make", [mochi, PIPELINES["wan"]])
+def test_times_in_bfloat16_are_those_of_the_pipeline(make):
+    pipeline, size = make().to(torch.bfloat16), (1, *SIZE)
+    recorder = Recorder(pipeline, pipeline.transformer, torch.device("cpu"))
+    call, record = NetworkCall.of(recorder, size), recorder.record(Asked(CAPTIONS[:1], size, size))
+    batch, noisy = call.merged([call.conditions(record)]), torch.zeros(1, *call.noise)
+    for step, time in zip(record.steps, record.times, strict=True):
+        number = torch.tensor([1000 - step if record.inverted else step])
+        assert torch.equal(call.filled(noisy, number, batch)[call.time], time)
+
+
 def assert_alike(ours: object, theirs: object) -> None:
     if isinstance(theirs, dict):
         for key, value in theirs.items():
