@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from models.loss import Head, tokens_per_chunk
-from offload import Footprint, HostAdamW, Speculation
+from offload import HostAdamW, Speculation
 from offload.knobs import GIB, parse_bytes
 from offload.planning import DryRun, StateFormat, UpdateTimes, bytes_of_logs, log_bytes
 from training.parallel.reduce import exchange_bytes
@@ -69,13 +69,15 @@ class PlannedUpdate:
         placed = sum(total <= room for total in totals)
         on_device = sum(sizes[:placed])
         on_host = plan.trained[0 if components.shares_homes else placed :]
+        # Of all units that are updated on the host; all sharers have as much.
+        logs = [sum(map(bytes_of_logs, units[placed:])) for units in plan.slices]
         return cls(
             device_bytes=resident_states + (totals[placed - 1] if placed else 0),
             host_bytes=sum(HostAdamW.planned_bytes(unit, form) for unit in on_host),
             placed_gradient_bytes=sum(_bytes(unit) for unit in plan.trained[:placed]) // ranks,
             host_parameters=sum(sizes) - on_device,
             device_parameters=on_device // ranks + _count(plan.resident),
-            log_bytes=_log_bytes(plan, placed),
+            log_bytes=len(logs) * max(logs) if logs else sum(map(log_bytes, plan.trained[placed:])),
         )
 
     def time(
@@ -139,8 +141,16 @@ class PlannedMemory:
     @classmethod
     def of(cls, components: Components, machine: Machine, has_gpu: bool, step: DryRun) -> PlannedMemory:
         """Adds the optimizer, the samples and the ranks to the bytes of `step`."""
-        config = components.config
-        device = _of_the_step(components, has_gpu, step)
+        config, footprint = components.config, components.footprint
+        device = {
+            "weights": footprint.resident_bytes,
+            "slots": step.slot_bytes,
+            **_if_any("reference", components.reference_device_bytes),
+            "gradients": step.peak_gradient_bytes,
+            "activations": step.activation_bytes,
+            # Between steps, whose activations are gone by then.
+            "samples": max(sample_bytes(components, has_gpu) - step.activation_bytes, 0),
+        }
         # Without a budget that was asked for, a mode keeps nothing on the device that it would move.
         asked = has_gpu and config.vram_budget is not None
         fillable = budgets_of(config, machine, has_gpu)["vram_budget"] if asked else 0
@@ -152,7 +162,18 @@ class PlannedMemory:
         if not components.updates_begin_early:
             # Early updates free these while backward still frees activations, so they add nothing to the peak.
             device["gradients"] += update.placed_gradient_bytes
-        host = _of_the_host(components, step, update) | ({} if has_gpu else {"device": sum(device.values())})
+        streamed_bytes = footprint.host_home_bytes + footprint.ring_bytes + footprint.host_gradient_bytes
+        host = {
+            "weights": footprint.host_home_bytes,
+            **_if_any("reference", components.reference_host_bytes),
+            **_if_any("read ahead", footprint.ring_bytes),
+            "gradients": footprint.host_gradient_bytes,
+            "activations": max(step.host_bytes - streamed_bytes, 0),
+            "optimizer": update.host_bytes,
+            **_if_any(EMA, ema_bytes(components)),
+            "process": int(rss_gib() * GIB),
+            **({} if has_gpu else {"device": sum(device.values())}),
+        }
         host = bytes_of_ranks(host, components)
         host |= update.logs(host, components, machine)
         is_pinned = has_gpu and config.offload.get("pin", "auto") != "off"
@@ -225,33 +246,6 @@ def speed_of(form: StateFormat) -> float:
     return RATED_UPDATE_BYTES / (StateFormat() if computes else form).update_bytes
 
 
-def _of_the_step(components: Components, has_gpu: bool, step: DryRun) -> dict[str, int]:
-    return {
-        "weights": components.footprint.resident_bytes,
-        "slots": step.slot_bytes,
-        **_if_any("reference", components.reference_device_bytes),
-        "gradients": step.peak_gradient_bytes,
-        "activations": step.activation_bytes,
-        # Between steps, whose activations are gone by then.
-        "samples": max(sample_bytes(components, has_gpu) - step.activation_bytes, 0),
-    }
-
-
-def _of_the_host(components: Components, step: DryRun, update: PlannedUpdate) -> dict[str, int]:
-    footprint = components.footprint
-    streamed_bytes = footprint.host_home_bytes + footprint.ring_bytes + footprint.host_gradient_bytes
-    return {
-        "weights": footprint.host_home_bytes,
-        **_if_any("reference", components.reference_host_bytes),
-        **_if_any("read ahead", footprint.ring_bytes),
-        "gradients": footprint.host_gradient_bytes,
-        "activations": max(step.host_bytes - streamed_bytes, 0),
-        "optimizer": update.host_bytes,
-        **_if_any(EMA, ema_bytes(components)),
-        "process": int(rss_gib() * GIB),
-    }
-
-
 def _averaging_ms(weights: Sequence[Tensor], components: Components, machine: Machine) -> float:
     """Returns the time in which the host averages these weights, at the speed of its memory; 0 without averages."""
     if components.config.ema is None:
@@ -283,13 +277,6 @@ def _device_update_bytes(components: Components) -> float:
     if in_bf16 and form.state_dtype != "int8":
         return form.update_bytes
     return DEVICE_UPDATE_BYTES[dtype] + (DEVICE_REMAINDER_BYTES if in_bf16 and form.master == "compact" else 0)
-
-
-def _log_bytes(plan: Footprint, placed: int) -> int:
-    """Returns the bytes of the logs of updates of all units behind the first `placed`; all sharers have as much."""
-    if not plan.slices:
-        return sum(map(log_bytes, plan.trained[placed:]))
-    return len(plan.slices) * max(sum(map(bytes_of_logs, units[placed:])) for units in plan.slices)
 
 
 def _count(parameters: Sequence[Tensor]) -> int:
