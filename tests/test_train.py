@@ -119,8 +119,15 @@ def test_a_run_of_its_own_writes_to_its_directory_only_as_wandb_has_it_and_is_a_
     before = {*ROOT.iterdir(), ROOT / "__pycache__"}
     scrubbed = dict.fromkeys(("WANDB_API_KEY", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"), "")
     environment = {"HOME": str(home), "WANDB_MODE": "offline", "PYTHONHASHSEED": "9", **scrubbed}
+    environment["PYTHONPROFILEIMPORTTIME"] = "1"
     job = (*SMALL_RUN, *STDLIB, "offload=bounce_linear", "seed=3", f"hydra.run.dir={folder}")
-    subprocess.run([sys.executable, "train.py", *job], cwd=ROOT, env=os.environ | environment, check=True, timeout=300)
+    command = [sys.executable, "train.py", *job]
+    run = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, check=True, timeout=300, stderr=subprocess.PIPE, text=True
+    )
+    # That takes seconds, and nobody compiles anything.
+    assert " torch\n" in run.stderr
+    assert "torch._dynamo" not in run.stderr
     assert not list(home.rglob("*"))
     assert {*ROOT.iterdir(), ROOT / "__pycache__"} == before
     names = {path.name for path in folder.iterdir()}

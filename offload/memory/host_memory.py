@@ -263,7 +263,7 @@ def populate(address: int, nbytes: int, in_file: bool = False, threads: ThreadPo
     to who asks for each, and its addresses and places in the file are as far from a multiple of HUGE_PAGE_BYTES.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None or nbytes < HUGE_PAGE_BYTES or nbytes > (free_host_bytes() or 0):
+    if madvise is None or nbytes < HUGE_PAGE_BYTES or nbytes > (free_host_bytes(enough=nbytes) or 0):
         return False
     start, end = address - address % mmap.PAGESIZE, address + nbytes
 

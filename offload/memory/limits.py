@@ -31,17 +31,20 @@ def usable_host_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def free_host_bytes() -> int | None:
+def free_host_bytes(enough: float = math.inf) -> int | None:
     """Returns how many bytes this process can still allocate: the least that the system and its control groups allow.
 
-    Cached files count as free, because the system drops them first. Returns None where neither is known.
+    Cached files count as free, because the system drops them first. Where `enough` is free without them they are left
+    out: to sum them up takes milliseconds while memory is being allocated. Returns None where neither is known.
     """
     limits = _of_the_system("MemAvailable")
     for group in control_groups():
         with suppress(OSError, ValueError):
             left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-            fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            limits.append(left + int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0)))
+            limits.append(left)
+            if left < enough:
+                fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                limits[-1] += int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
     return min(limits, default=None)
 
 

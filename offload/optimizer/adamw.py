@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import unwrap
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from offload.knobs import KnobError, bytes_or, one_of
 from offload.memory.limits import usable_cores
@@ -26,6 +28,7 @@ from offload.optimizer.state_dicts import (
     states_to_load,
 )
 from offload.optimizer.states import States
+from offload.torch_private.torch_internals import left_out_of_graphs
 
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024
@@ -99,6 +102,12 @@ class HostAdamW(torch.optim.AdamW):
     _step_supports_amp_scaling = True
     planned_bytes = staticmethod(state_bytes)
 
+    # torch's own import its compiler at their first call, which takes seconds.
+    _add_group, _clear, _get_state, _load_state = (
+        left_out_of_graphs(unwrap(method))
+        for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict)
+    )
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -143,7 +152,7 @@ class HostAdamW(torch.optim.AdamW):
         count = len(self.param_groups)
         try:
             for group in [param_group] if self._all_decay else decay_groups([param_group]):
-                super().add_param_group(group)
+                self._add_group(group)
                 check_group(self.param_groups[-1])
         except ValueError:
             del self.param_groups[count:]
@@ -188,7 +197,7 @@ class HostAdamW(torch.optim.AdamW):
         """Clears gradients, as any torch optimizer. Zeros are written after the updates that still read them."""
         if not set_to_none:
             self.finish()
-        super().zero_grad(set_to_none)
+        self._clear(set_to_none)
 
     def finish(self) -> None:
         """Waits for updates that are under way."""
@@ -207,7 +216,7 @@ class HostAdamW(torch.optim.AdamW):
         """Returns the state in the layout of torch.optim.AdamW, after the updates that are under way."""
         self.finish()
         self.states.bring_home()
-        return states_as_torchs(super().state_dict(), list(self._members))
+        return states_as_torchs(self._get_state(), list(self._members))
 
     def skip(self) -> bool:
         """Ends the step without updating parameters that are not claimed yet; other updates stay if they are final.
@@ -278,7 +287,7 @@ class HostAdamW(torch.optim.AdamW):
         """
         self.finish()
         with loads_states(self, lambda given: states_to_load(given, list(self._members), self.format), self._adopt):
-            super().load_state_dict(state_dict)
+            self._load_state(state_dict)
 
     def _adopt(self, loaded: Mapping[Tensor, State]) -> None:
         self._claimed.clear()

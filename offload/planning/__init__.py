@@ -6,6 +6,7 @@ The names in `__all__` are public, beside those of `offload`. Read `dry_run` fir
   `Phase` of it with its `Work`. `left_as_found`: the model stays as it was. `fused_kernels`: attention and norms take
   the memory of a GPU's kernels. `MemoryTracker` counts bytes and FLOPs, `SimulatedStreams` keep the time, and
   `PlannedSharers` stand for processes that share homes. `NotFinalError`: released gradients that are not final.
+  `without_compiler`: torch then does not import its compiler, which takes seconds, for what nobody compiles.
 - `forecast`: the `Forecast` of a whole step, with the `UpdateTimes` of `update_work`; `hidden_share` and
   `floor_ms` are its parts. `GRADIENT_SLOTS`: units of gradients that may wait on the device.
 - Of the machine: `Bandwidth`, `measure_bandwidth`, `measure_update_rate`, `free_host_bytes`, `usable_host_bytes`,
@@ -30,6 +31,7 @@ from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.simulated_streams import Bandwidth, PlannedSharers, SimulatedStreams, Work, measure_bandwidth
 from offload.speculation.undo_log import bytes_of_logs, can_be_undone, log_bytes
+from offload.torch_private.torch_internals import without_compiler
 from offload.weights.gradients.final import NotFinalError
 from offload.weights.streamer import GRADIENT_SLOTS
 
@@ -62,4 +64,5 @@ __all__ = [
     "update_work",
     "usable_cores",
     "usable_host_bytes",
+    "without_compiler",
 ]

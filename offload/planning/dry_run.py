@@ -24,7 +24,7 @@ from offload.planning.simulated_streams import Bandwidth, PlannedSharers, Simula
 from offload.sharing.sharers import NO_SHARERS
 from offload.streams.stream_checker import CheckedStreams
 from offload.torch_private.recomputed_blocks import restore
-from offload.torch_private.torch_internals import gradient_accumulator
+from offload.torch_private.torch_internals import gradient_accumulator, without_compiler
 from offload.weights.gradients.seams import ImmediateUpdates
 from offload.weights.units.partition import cut
 
@@ -129,6 +129,7 @@ class DryRun:
         return DryRun(phases, **numbers | {"peak_gradient_bytes": after.peak_gradient_bytes})
 
 
+@without_compiler
 def dry_run(
     mode: Mode,
     model: nn.Module,
@@ -195,6 +196,7 @@ class ForwardRun:
     peak_bytes: int
 
 
+@without_compiler
 def dry_run_forwards(
     mode: Mode,
     model: nn.Module,

@@ -24,7 +24,7 @@ import torch
 
 from offload.torch_private import saved_tensor_hooks
 from offload.torch_private.tensor_parts import any_wraps
-from offload.torch_private.torch_internals import StorageWeakRef, TorchDispatchMode, autocast_of_caller, trilinear
+from offload.torch_private.torch_internals import StorageWeakRef, UncompiledMode, autocast_of_caller, trilinear
 
 # Host memory of weights, and their name. The tensor keeps its addresses from being used for anything else.
 Home = tuple[torch.Tensor, str]
@@ -36,7 +36,7 @@ class HostOperandError(RuntimeError):
     """Raised for an operation of host memory and device memory, which a GPU could not run."""
 
 
-class DeviceWork(TorchDispatchMode):
+class DeviceWork(UncompiledMode):
     """Raises HostOperandError for operations inside the block that take tensors at `homes` and tensors of the device.
 
     `on_compute` tells whether an operation runs on the device's compute stream; the engine's copies do not.

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +154,48 @@ def left_out_of_graphs(function: Callable) -> Callable:
         # while a call is traced, and where the functions that it calls would be compiled.
         if is_traced() or compiles_frames() is not None:
             return uncompiled(*arguments, **keywords)
+        return function(*arguments, **keywords)
+
+    return run
+
+
+def without_compiler(function: Callable) -> Callable:
+    """Returns `function` as one that does not make torch import torch.compile's compiler, which takes seconds.
+
+    torch imports it to keep it out of functions, at their first call, though nobody compiles anything: out of formulas
+    for the meta device, of checkpoints, of optimizers. Where code in `function` needs the compiler itself, it fails,
+    and `function` is called again with the compiler. So one that raises must have changed nothing.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: object, **keywords: object) -> object:
+        if "torch._dynamo" in sys.modules:
+            return function(*arguments, **keywords)
+        stand_in, kept_out, needs = ModuleType("torch._dynamo"), [], []
+
+        def needed(name: str) -> NoReturn:
+            needs.append(name)
+            raise AttributeError(name)
+
+        def disable(function: Callable, *_: object, **how: object) -> Callable:
+            kept_out.append(function)
+            # torch.compiler.disable gives a reason. What that returns is kept for good.
+            return needed("disable") if "reason" in how else function
+
+        # Checkpoints read that setting.
+        config = SimpleNamespace(error_on_nested_fx_trace=True)
+        vars(stand_in).update(disable=disable, config=config, __getattr__=needed)
+        sys.modules[stand_in.__name__] = torch._dynamo = stand_in
+        try:
+            return function(*arguments, **keywords)
+        except Exception:
+            if not needs:
+                raise
+        finally:
+            del sys.modules[stand_in.__name__], torch._dynamo
+            for each in kept_out:
+                # Where torch keeps what `disable` returned.
+                vars(each).pop("__dynamo_disable", None)
         return function(*arguments, **keywords)
 
     return run

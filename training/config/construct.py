@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from offload import KnobError, Mode
+from offload.planning import without_compiler
 from training.config.declare import AUTO
 from training.errors import UserError
 
@@ -39,7 +40,7 @@ def check_optimizer(config: DictConfig) -> None:
     """Checks the optimizer of `config` by making one for an empty parameter. Raises UserError as `make_mode` does."""
     # What is auto is chosen later; until then the class's defaults stand for it.
     known = OmegaConf.create({key: value for key, value in config.items() if value != AUTO})
-    construct(known, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
+    without_compiler(construct)(known, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
 
 
 def construct(config: DictConfig, key: str, **given: Any) -> Any:

@@ -8,6 +8,8 @@ the form of base.json, names them.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from threading import Thread
 from typing import Self
 
 from torch import nn
@@ -58,6 +60,9 @@ def attached_models(
     components: Components, streams: Streams, sharers: Sharers = NO_SHARERS
 ) -> Iterator[AttachedModels]:
     """Attaches the modes of the model and of its reference model, whose buffers it fills. Raises MemoryError."""
+    if components.device.type == "cuda":
+        # Checkpoints of torch import its compiler. The seconds of that pass beside the allocation of memory.
+        Thread(target=import_module, args=("torch._dynamo",)).start()
     with attached(components, streams, sharers) as trained:
         if components.reference is None:
             yield AttachedModels(trained)

@@ -30,7 +30,7 @@ from offload import (
     release,
 )
 from offload.knobs import GIB
-from offload.planning import PlannedSharers, StateFormat, can_be_undone
+from offload.planning import PlannedSharers, StateFormat, can_be_undone, without_compiler
 from offload.sharing import NO_SHARERS, Sharers
 from training.config.adapter import NoAdapter, has_adapter
 from training.config.construct import keys_under, make_mode
@@ -283,7 +283,7 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
     try:
         # Not `.to(dtype)`, which rounds what a model keeps in float32.
         with torch.device("meta"), default_dtype(dtype):
-            model = instantiate(arguments).train()
+            model = without_compiler(instantiate)(arguments).train()
     except InstantiationException as error:
         if "source" in arguments and isinstance(error.__cause__, ValueError):
             raise UserError(f"model.source={config.model.source}: {error.__cause__}") from error

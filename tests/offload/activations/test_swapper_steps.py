@@ -184,7 +184,7 @@ def test_a_host_that_is_full_keeps_tensors_on_the_device(swap: Swap, monkeypatch
     page = 4096
     # What is free, but for 2 pages of the pool, is left to others.
     monkeypatch.setattr(
-        "offload.memory.host_memory.free_host_bytes", lambda: RESERVE_BYTES + 2 * page - swap.arena.pageable_bytes
+        "offload.memory.host_memory.free_host_bytes", lambda **_: RESERVE_BYTES + 2 * page - swap.arena.pageable_bytes
     )
     tensors = [torch.full((1024,), float(number)) for number in range(4)]
     expected = [tensor.clone() for tensor in tensors]

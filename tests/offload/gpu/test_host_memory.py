@@ -152,7 +152,7 @@ def test_a_block_larger_than_the_host_is_refused_and_the_process_goes_on():
 
 
 def test_where_nobody_knows_what_is_free_the_system_or_the_driver_refuses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: None)
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda **_: None)
     arena, told = HostArena(GPU), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -78,7 +78,7 @@ def test_pages_that_the_host_may_not_have_are_left_to_the_driver(runtime: FakeRu
     monkeypatch.setattr(
         runtime, "cudaHostRegister", lambda address, size, flags: made.append(pages_in_memory(address, size)) or 0
     )
-    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: None)
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda **_: None)
     HostArena(GPU).allocate(8 * 2**20, "weights")
     assert made == [0]
 
@@ -106,7 +106,7 @@ def test_too_much_is_refused_with_the_size():
 
 
 def test_a_model_larger_than_free_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: 10 * 2**10)
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda **_: 10 * 2**10)
     model = Stack()
     parameters = [p.data_ptr() for p in model.parameters()]
     with (
@@ -229,7 +229,7 @@ def test_an_interrupt_behind_the_lock_leaves_nothing_locked(runtime: FakeRuntime
 
 def test_more_than_is_free_is_not_locked(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch):
     """The system would not refuse the pages but end the process."""
-    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: 2**30)
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda **_: 2**30)
     arena = HostArena(GPU)
     message = r"host memory for weights: 2\.00 GiB .*2\.00 GiB of host memory are needed, 1\.00 GiB are free"
     with pytest.raises(MemoryError, match=message):

@@ -68,6 +68,7 @@ def test_a_limit_above_what_the_machine_has_changes_nothing(groups: Path):
 def test_files_in_the_cache_of_a_group_count_as_free(groups: Path):
     limit(groups, 300 * MIB, used=250 * MIB, cached=(20 * MIB, 100 * MIB))
     assert (usable_host_bytes(), free_host_bytes()) == (300 * MIB, 170 * MIB)
+    assert [free_host_bytes(enough=left * MIB) for left in (50, 51)] == [50 * MIB, 170 * MIB]
 
 
 @pytest.mark.parametrize(

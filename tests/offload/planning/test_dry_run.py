@@ -4,6 +4,8 @@ Forwards in a row keep the bus busy, or the device: they take as long as their c
 """
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,6 +32,7 @@ from offload.planning.dry_run import MOVED, DryRun, ForwardRun, dry_run, dry_run
 from offload.planning.simulated_streams import Bandwidth, SimulatedStreams, Work
 from offload.weights.gradients import offloader
 from offload.weights.gradients.final import NotFinalError
+from tests import ROOT
 from tests.offload.helpers.mapped import with_low_rank, write_frozen
 from tests.offload.helpers.models import Shared, Stack, stack_inputs, tokens, under
 from tests.offload.helpers.modes import mode_classes, small
@@ -338,3 +341,23 @@ def test_the_peak_has_what_outlives_a_forward_and_no_slots():
     for make in (Resident, LayerStream):
         assert peak_bytes(make(), 3) - peak_bytes(make(), 2) == result_bytes
     assert peak_bytes(LayerStream(), 1) == peak_bytes(Resident(), 1) >= 2 * 64 * WIDTH * 4
+
+
+# For a process that nobody has made import the compiler.
+STEPS = """
+import sys, torch
+from torch.utils.checkpoint import checkpoint
+from offload.torch_private.torch_internals import without_compiler
+def step(compiles=False):
+    weight = torch.nn.Parameter(torch.empty(2, 2, device="meta").normal_())
+    torch.optim.SGD([weight]).zero_grad()
+    checkpoint(torch.sin, weight, use_reentrant=False).sum().backward()
+    return torch.compile(torch.sin, backend="eager")(torch.zeros(2)).tolist() if compiles else 1
+assert without_compiler(step)() == 1
+assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
+assert without_compiler(step)(compiles=True) == [0, 0]
+"""
+
+
+def test_what_nobody_compiles_runs_without_the_compiler():
+    subprocess.run([sys.executable, "-c", STEPS], cwd=ROOT, check=True, timeout=120)

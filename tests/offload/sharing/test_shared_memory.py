@@ -122,7 +122,7 @@ def test_pages_made_ahead_are_those_that_are_shared():
 
 
 def test_memory_that_the_host_has_no_room_for_is_only_promised(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: HUGE_PAGE_BYTES)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda **_: HUGE_PAGE_BYTES)
     assert not share_memory(NO_SHARERS, 2 * HUGE_PAGE_BYTES).is_made
     assert share_memory(NO_SHARERS, HUGE_PAGE_BYTES).is_made
 

@@ -111,7 +111,7 @@ def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.
 
 def test_a_host_without_memory_is_one_line_and_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     # Less is free than when the run was planned.
-    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda **_: 1000)
     words = r"the host is out of memory \(0\.00 GiB of host memory are needed, .* are free\): planned were .*: take "
     with pytest.raises(UserError, match=words):
         run_here(tmp_path, *JOB)

@@ -51,7 +51,7 @@ def test_a_unit_comes_home_and_into_a_slot_in_one_copy_after_its_updates(streams
 
 def test_too_little_memory_is_found_before_any_is_taken(streams: Streams, monkeypatch: pytest.MonkeyPatch):
     found = parts()
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: found.unit_bytes + 9)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda **_: found.unit_bytes + 9)
     Filler(found, Transfer(streams, Telemetry(streams)), arena := HostArena(CPU), gradient_bytes=9)
     with pytest.raises(MemoryError, match="are needed"):
         Filler(found, Transfer(streams, Telemetry(streams)), arena, gradient_bytes=10)
