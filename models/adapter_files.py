@@ -21,7 +21,7 @@ from models.adapters import NAME, config_of, root_of
 from models.json_files import as_json, read_object
 from models.lora_files import ONLY, check_only, folded, read_lora, scale_of, scaled, shared_name
 from models.safetensors_files import DTYPES, StoredTensor, open_file, read_headers, read_into, write_tensors
-from models.weights import check_fits, first_and_count
+from models.weights import check_fits, first_and_count, same_values
 from models.whole_folder import Fill, Write, bytes_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -177,6 +177,14 @@ def _fitting(model: nn.Module, file: Path) -> tuple[dict[str, Tensor], dict[str,
         raise ValueError(f"{file} has tensor {first_and_count(unknown)}, which this adapter lacks: choose its targets")
     for name, tensor in targets.items():
         check_fits(name, tensor, stored[name])
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in adapter_parameters(model).items():
+        one = first.setdefault(parameter, name)
+        if one != name and not same_values(stored, one, name):
+            raise ValueError(
+                f"{file}: {one} and {name} differ, but the model has one for both: train the adapter with peft's"
+                " ensure_weight_tying=True"
+            )
     return targets, stored
 
 

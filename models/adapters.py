@@ -208,9 +208,10 @@ def merge_adapter(model: nn.Module) -> None:
     """Adds the adapters to the weights of the base and takes them out of `model`, which is a plain model afterwards.
 
     Its parameters and their names are those of the base. Raises ValueError, with the model as it was, for a quantised
-    base, and where the base and the adapters are on different devices, as under a mode that streams: detach it first.
+    base, for layers that share a weight and have an adapter each, as Zamba's, and where the base and the adapters are
+    on different devices, as under a mode that streams: detach it first.
     """
-    layers = list(adapter_layers(model))
+    layers, owners = list(adapter_layers(model)), {}
     for name, layer in layers:
         devices = {str(parameter.device) for parameter in layer.parameters()}
         if len(devices) > 1 or "meta" in devices:
@@ -218,6 +219,8 @@ def merge_adapter(model: nn.Module) -> None:
         weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
         if type(weight) is not nn.Parameter or not weight.is_floating_point():
             raise ValueError(f"{name} is quantised: merge the adapter into weights that are not")
+        if (other := owners.setdefault(weight, name)) != name:
+            raise ValueError(f"{name} and {other} have one weight and an adapter each: load the adapter with peft")
     with torch.no_grad():
         for _, layer in layers:
             layer.merge()

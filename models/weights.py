@@ -174,13 +174,17 @@ def check_fits(name: str, tensor: Tensor, stored: StoredTensor) -> None:
 
 def check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
     """Raises ValueError if two stored tensors for one parameter differ, because one of them would be lost."""
+    if not same_values(stored, name, other):
+        raise ValueError(
+            f"{stored[other].file}: {name} and {other} differ, but the model has one for both: {_tying('false')}"
+        )
+
+
+def same_values(stored: dict[str, StoredTensor], name: str, other: str) -> bool:
+    """Tells whether two stored tensors of one shape have equal values."""
     with open_file(stored[name].file) as first, open_file(stored[other].file) as second:
-        for (_, a), (_, b) in zip(tensor_pieces(first, name), tensor_pieces(second, other), strict=True):
-            if not torch.equal(a, b):
-                raise ValueError(
-                    f"{stored[other].file}: {name} and {other} differ, but the model has one for both:"
-                    f" {_tying('false')}"
-                )
+        pieces = zip(tensor_pieces(first, name), tensor_pieces(second, other), strict=True)
+        return all(torch.equal(a, b) for (_, a), (_, b) in pieces)
 
 
 def _tying(value: str) -> str:

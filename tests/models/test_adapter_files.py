@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel, PeftModelForCausalLM
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -145,6 +145,19 @@ def test_another_adapter_is_refused_and_nothing_changed(tmp_path: Path, adapter:
     assert torch.equal(model(IDS), before)
     with pytest.raises(ValueError, match=message):
         check_adapter(model.to("meta"), tmp_path)
+
+
+def test_tied_modules_that_were_trained_apart_are_refused(tmp_path: Path):
+    """peft trains modules_to_save as copies, which are not tied unless it is asked for."""
+    model = Llama(**SIZES, **HEADS, tie_word_embeddings=True)
+    inject(model, Lora(4, 8, modules_to_save=["embed_tokens", "lm_head"]), torch.float32)
+    save_adapter(disturb(model), tmp_path)
+    load_adapter(model, tmp_path)
+    name = "base_model.model.lm_head.weight"
+    values = load_file(tmp_path / WEIGHTS_FILE)
+    save_file(values | {name: values[name] + 1}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match=r"differ, but the model has one for both: train .* ensure_weight_tying=True$"):
+        check_adapter(model, tmp_path)
 
 
 @pytest.mark.parametrize(

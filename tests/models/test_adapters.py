@@ -157,6 +157,16 @@ def test_a_model_without_values_and_a_quantised_base_are_not_merged():
     assert is_adapted(model)
 
 
+def test_layers_of_one_weight_with_an_adapter_each_are_not_merged():
+    model = adapted(Lora(4, 8))
+    first, second = (layer.self_attn.q_proj.get_base_layer() for layer in model.model.layers)
+    second.weight = first.weight
+    shared = r"^model\.layers\.1\.self_attn\.q_proj and model\.layers\.0\.self_attn\.q_proj have one weight and an"
+    with pytest.raises(ValueError, match=shared):
+        merge_adapter(model)
+    assert is_adapted(model)
+
+
 def test_without_adapters_puts_them_back_after_an_error():
     model = adapted(Lora(4, 8))
     names = [name for name, _ in model.named_parameters()]
