@@ -50,10 +50,6 @@ class View(NamedTuple):
     flip: bool
     crop: int | None
 
-    @property
-    def variation(self) -> tuple[int] | None:
-        return None if self.crop is None else (self.crop,)
-
 
 @dataclass(frozen=True)
 class Missing:
@@ -210,7 +206,7 @@ class Captioned:
     def cropped(self, picture: CaptionedPicture, view: View) -> Cropped:
         """Returns the pixels of a picture, as they are encoded."""
         options = {"ground": self._ground, "alpha_mask": self._masked, "fps": self._fps}
-        return cropped(picture, flip=view.flip, variation=view.variation, **options)
+        return cropped(picture, flip=view.flip, variation=self._variation(picture, view), **options)
 
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU, a pure function of seed and index."""
@@ -272,8 +268,12 @@ class Captioned:
 
     def _asked(self, picture: CaptionedPicture, view: View) -> Asked:
         # Else the same caption would be kept for each place.
-        crop = crop_of(picture, view.flip, view.variation) if self._tells_crops else (0, 0)
+        crop = crop_of(picture, view.flip, self._variation(picture, view)) if self._tells_crops else (0, 0)
         return Asked((picture.caption,), picture.size, picture.original_size, crop)
+
+    def _variation(self, picture: CaptionedPicture, view: View) -> tuple[int, int] | None:
+        # Of the picture too: else all pictures of one size would be cut at the same places.
+        return None if view.crop is None else (view.crop, int(self._key(picture, View(False, None))[:15], 16))
 
     def _key(self, picture: CaptionedPicture, view: View) -> str:
         # Once in a run: it reads the whole file, and each batch asks for it.
@@ -282,7 +282,7 @@ class Captioned:
             alone = replace(picture, caption="")
             rate = {"fps": self._fps} if len(picture.size) == 3 else {}
             self._keys[picture] = content_key(alone, ground=self._ground, masked=self._masked, **rate)
-        place = "" if view.crop is None else f"-{view.crop}"
+        place = "" if view.crop is None else f"-part{view.crop}"
         return f"{self._keys[picture]}{place}{'-mirrored' if view.flip else ''}"
 
 

@@ -14,7 +14,7 @@ from tests.models.helpers.tiny_pipelines import made, saved
 from tests.training.helpers.captioned import draw_pictures, overrides_of
 from tests.training.helpers.in_process import components_of
 from training.data.captioned import pictures
-from training.data.captioned.dataset import BucketBatches, Captioned
+from training.data.captioned.dataset import BucketBatches, Captioned, View
 from training.data.captioned.pictures import CaptionedPicture, cropped
 from training.data.datasets import build_dataset
 from training.data.pictures import LOSS_MASK
@@ -104,13 +104,13 @@ def test_an_example_has_the_latents_and_the_sizes_of_one_part_of_its_picture(
     pipeline: Path, tmp_path: Path, overrides: list[str]
 ):
     (tmp_path / "a").mkdir()
-    noise = np.random.default_rng(0).integers(0, 256, (80, 95, 3), dtype=np.uint8)
+    noise = np.random.default_rng(3).integers(0, 256, (80, 95, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "a" / "0.png")
     (tmp_path / "a" / "0.txt").write_text("noise")
     dataset = dataset_of(pipeline, tmp_path / "a", *overrides, "batch_size=1")
     (picture,) = dataset._pictures
     mirrored = [False, True] if "dataset.flip=true" in overrides else [False]
-    places = [None] if len(overrides) < 2 else [(0,), (1,), (2,)]
+    places = [None] if len(overrides) < 2 else [dataset._variation(picture, View(False, crop)) for crop in range(3)]
     options = {"ground": "white", "alpha_mask": False}
     parts = [cropped(picture, flip=flip, variation=place, **options) for flip in mirrored for place in places]
     assert len({part.crop for part in parts}) >= len(places)
@@ -129,6 +129,22 @@ def test_an_example_has_the_latents_and_the_sizes_of_one_part_of_its_picture(
         expected = [80, 95, *parts[near].crop, *picture.size]
         assert batch[f"{ASKED}added_cond_kwargs.time_ids"].tolist() == [expected]
     assert seen == set(range(len(parts)))
+
+
+def test_pictures_of_one_size_are_cut_at_places_of_their_own(pipeline: Path, tmp_path: Path):
+    """As by the random crops of diffusers' scripts; in each run at the same ones."""
+    for number in range(8):
+        Image.new("RGB", (95, 80), (number, 0, 0)).save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text("plain")
+    overrides = (*overrides_of(pipeline, tmp_path, "noise_prediction"), "dataset.crops=2")
+    found = []
+    for seed in (1, 2):
+        config = components_of(*overrides, f"seed={seed}")
+        dataset = build_dataset(config.config, config.model, tmp_path)
+        pictures = sorted(dataset._pictures, key=lambda picture: picture.path)
+        found.append([dataset.cropped(picture, dataset._views[0]).crop for picture in pictures])
+    assert len({*found[0]}) > 3
+    assert found[0] == found[1]
 
 
 def test_a_pipeline_that_is_not_told_places_keeps_a_caption_once(tmp_path_factory: pytest.TempPathFactory):
