@@ -161,6 +161,9 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(role, str):
         keys = ", ".join(map(str, value)) or "none"
         raise UserError(f"{where} has no role (its keys: {keys}): it needs role and content, or from and value")
+    if role == "function_call":
+        # LLaMA-Factory's, which trains on it; a template would write another role, or nothing.
+        raise UserError(f"{where} is a function_call: give it the role assistant, and its call as tool_calls")
     message["role"] = ROLES.get(role, role)
     if message.get("content") is None and len({key for key, item in message.items() if item is not None}) == 1:
         raise UserError(f"{where} ({role}) has no content: give it one, or remove the row")

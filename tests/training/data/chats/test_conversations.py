@@ -98,6 +98,7 @@ def test_system_tools_and_values_of_the_template() -> None:
         ({"messages": [USER, "4"]}, "message 2 is str, not an object with role and content"),
         ({"messages": [{"content": "4"}]}, r"message 1 has no role \(its keys: content\)"),
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no content"),
+        ({"conversations": [USER, {"from": "function_call", "value": "{}"}]}, r"message 2 is a function_call: give it"),
         ({"messages": "2 + 2?"}, "its messages are text that is not JSON"),
         ({"messages": {"role": "user"}}, "dict in place of a list of messages or a text"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "its tools are text that is not JSON"),
