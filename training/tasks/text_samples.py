@@ -133,8 +133,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
 
     For an empty prompt, if the tokenizer has no token that begins a document, they are those that end the one before.
     """
-    (ids,) = tokenizer.encode_batch([prompt])
-    return (*tokenizer.begin, *map(int, ids)) or tokenizer.end or (tokenizer.end_of_text_id,)
+    ids = tuple(map(int, tokenizer.encode_batch([prompt])[0]))
+    # As in training, a text that writes its beginning itself has it once.
+    begin = () if ids[: len(tokenizer.begin)] == tokenizer.begin else tokenizer.begin
+    return (*begin, *ids) or tokenizer.end or (tokenizer.end_of_text_id,)
 
 
 def continued(

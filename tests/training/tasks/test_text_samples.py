@@ -50,6 +50,7 @@ def test_a_prompt_begins_as_a_document_does():
     tokenizer = ByteTokenizer()
     tokenizer.begin = (1, 2)
     assert prompt_ids(tokenizer, "a") == (1, 2, 97)
+    assert prompt_ids(tokenizer, "\x01\x02a") == (1, 2, 97)
     assert prompt_ids(tokenizer, "") == (1, 2)
     tokenizer.begin, tokenizer.end = (), ()
     assert prompt_ids(tokenizer, "") == (256,)
