@@ -73,6 +73,8 @@ def pictures_in_columns(
 def _loaded(name: str, config_name: str | None, split: str, revision: str | None) -> Any:
     datasets, path = import_datasets(), home_expanded("dataset.name", name)
     refusal: UserError | None = None
+    if path.is_file() and path.suffix != ".parquet":
+        raise UserError(f"dataset.name={name}: of files only .parquet is read: give the folder of others (.tar)")
     try:
         if not path.exists():
             ask_for_dataset(name, revision, "or give dataset.folder=DIR")

@@ -1,6 +1,7 @@
 """Pictures and captions in columns: of local datasets, and of the Hub; what is refused in one line."""
 
 import io
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,20 @@ def test_a_dataset_of_the_hub_is_read_once_and_then_needs_no_network(tmp_path: P
             refused("me/tiny", there)
             why = "no such dataset on the Hub" if endpoint == address else ".*did not answer.*or give dataset.folder="
             refused("me/none", f"name=me/none: {why}")
+
+
+def test_a_folder_of_webdataset_is_read_and_its_file_alone_refused(tmp_path: Path):
+    file = tmp_path / "shards" / "0.tar"
+    file.parent.mkdir()
+    with tarfile.open(file, "w") as archive:
+        for number, content in enumerate(files()):
+            for ending, value in (("png", content), ("txt", CAPTIONS[number].encode())):
+                info = tarfile.TarInfo(f"{number}.{ending}")
+                info.size = len(value)
+                archive.addfile(info, io.BytesIO(value))
+    found = pictures_in_columns(str(file.parent), image_column="png", text_column="txt")
+    assert [(picture.read(), caption) for picture, caption in found] == list(
+        zip(files(), [each.strip() for each in CAPTIONS], strict=True)
+    )
+    with pytest.raises(UserError, match=r"0\.tar: of files only \.parquet is read: give the folder"):
+        list(pictures_in_columns(str(file)))
