@@ -7,8 +7,8 @@ The names in `__all__` are public, beside those of `offload`. Read `dry_run` fir
   the memory of a GPU's kernels. `MemoryTracker` counts bytes and FLOPs, `SimulatedStreams` keep the time, and
   `PlannedSharers` stand for processes that share homes. `NotFinalError`: released gradients that are not final.
   `without_compiler`: torch then does not import its compiler, which takes seconds, for what nobody compiles.
-- `forecast`: the `Forecast` of a whole step, with the `UpdateTimes` of `update_work`; `hidden_share` and
-  `floor_ms` are its parts. `GRADIENT_SLOTS`: units of gradients that may wait on the device.
+- `forecast`: the `Forecast` of a whole step, with the `UpdateTimes` of `update_work`; `hidden_share`, `floor_ms` and
+  `bounded_by_files` are its parts. `GRADIENT_SLOTS`: units of gradients that may wait on the device.
 - Of the machine: `Bandwidth`, `measure_bandwidth`, `measure_update_rate`, `free_host_bytes`, `usable_host_bytes`,
   `usable_cores`.
 - Of the optimizer: `StateFormat`; `log_bytes`, `bytes_of_logs` and `can_be_undone` of
@@ -21,6 +21,7 @@ from offload.optimizer.kernel_choice import measure_update_rate
 from offload.planning.cost_model import (
     Forecast,
     UpdateTimes,
+    bounded_by_files,
     floor_ms,
     forecast,
     hidden_share,
@@ -48,6 +49,7 @@ __all__ = [
     "StateFormat",
     "UpdateTimes",
     "Work",
+    "bounded_by_files",
     "bytes_of_logs",
     "can_be_undone",
     "dry_run",

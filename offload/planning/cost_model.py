@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.planning.dry_run import Phase
 from offload.planning.simulated_streams import Bandwidth, Work
@@ -112,6 +112,14 @@ def forecast(
         bound=max(parts, key=parts.get),
         phases_ms=tuple(phases_ms),
     )
+
+
+def bounded_by_files(step: Forecast, files_ms: float) -> Forecast:
+    """Returns the forecast of a step whose weights take `files_ms` to be read from files, beside all else."""
+    alone_ms = step.alone_ms | {"files": files_ms}
+    if files_ms <= step.step_ms:
+        return replace(step, alone_ms=alone_ms)
+    return replace(step, step_ms=files_ms, alone_ms=alone_ms, bound="files")
 
 
 def hidden_update_ms(update: UpdateTimes, phases_ms: Sequence[float]) -> tuple[float, float]:

@@ -6,13 +6,16 @@ device name. Only `scripts/probe.py` writes there.
 
 import json
 import math
+import mmap
 import os
 import re
 import statistics
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -44,11 +47,17 @@ from training.runs.bounded_files import DamagedError, read_json
 from training.runs.files import write_whole
 from training.runs.records import is_number
 from training.settle.components import Components, acquired
+from training.weights.mapped import is_mapped, largest_file
 
 # The share of the peak of matrix products that blocks reach with all their operations: 566 of 989 TFLOP/s on an H200.
 ACHIEVED_SHARE = 0.57
 # GB/s read and written by copies within a GPU, if nothing was measured; little of a step depends on it.
 DEVICE_GB_S = 1000.0
+# Reads of files: pieces at a time, by as many threads as a mode has, and the bytes that are read in all.
+PIECE_BYTES = 8 * 2**20
+THREADS = 4
+MOST_BYTES = 512 * 2**20
+
 # Updates share the host's memory with the copies of a step, which costs a tenth of their speed.
 BESIDE_COPIES = 0.9
 # Bytes of host memory that an update with float32 states moves for each parameter: `update_gparams_s` is its speed.
@@ -68,7 +77,7 @@ class Machine:
     Copies between page-locked host memory and the device reach `h2d_gb_s` and `d2h_gb_s` alone, and `both_gb_s` each if
     both run at once; `device_gb_s` counts reads and writes of a copy within the device. A device receives `links_gb_s`
     from others of its host (None: as over the bus with both ways busy). `update_gparams_s` is the speed of host_adamw
-    beside copies, with float32 states. The TFLOP/s are those of blocks.
+    beside copies, with float32 states, `disk_gb_s` that of files of weights. The TFLOP/s are those of blocks.
     """
 
     name: str
@@ -82,6 +91,7 @@ class Machine:
     vram_gib: float | None = None
     device_gb_s: float = DEVICE_GB_S
     links_gb_s: float | None = None
+    disk_gb_s: float | None = None
     source: str = "preset"
 
     @property
@@ -126,6 +136,9 @@ def machine_of(components: Components) -> Machine:
             " python scripts/probe.py once, or take hardware=auto or a preset"
         )
     found = measured_in_short(components) if found is None else found | {"source": "kept by the probe"}
+    if is_mapped(config):
+        # The disk is that of the files, and no property of the device.
+        found |= {"disk_gb_s": disk_gb_s(largest_file(config, components.model))}
     return _machine(found, _given(config))
 
 
@@ -190,6 +203,35 @@ def _host_copy_gb_s(nbytes: int = 2**25) -> float:
     while len(seconds) < 16 or sum(seconds) < 0.1:
         seconds.append(seconds_of(partial(target.copy_, source), source.device))
     return nbytes / min(seconds) / 1e9
+
+
+@cache
+def disk_gb_s(path: Path) -> float | None:
+    """Measures how fast the disk gives the file at `path`, in GB/s: up to 512 MiB of it, past the page cache.
+
+    Returns None where the file is small or its file system does not read past the cache: then nothing is known.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return None
+    try:
+        pieces = range(0, min(os.fstat(fd).st_size, MOST_BYTES) - PIECE_BYTES + 1, PIECE_BYTES)
+        memory = [mmap.mmap(-1, PIECE_BYTES) for _ in range(THREADS)]
+        start = perf_counter()
+        with ThreadPoolExecutor(THREADS) as pool:
+            read = [pool.submit(_read, fd, memory[thread], pieces[thread::THREADS]) for thread in range(THREADS)]
+            nbytes = sum(each.result() for each in read)
+        seconds = perf_counter() - start
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return nbytes / seconds / 1e9 if nbytes >= THREADS * PIECE_BYTES else None
+
+
+def _read(fd: int, memory: mmap.mmap, offsets: range) -> int:
+    return sum(os.preadv(fd, [memory], offset) for offset in offsets)
 
 
 def kept_path(device: torch.device) -> Path:

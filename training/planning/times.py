@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload.knobs import GIB, format_bytes
+from offload.knobs import GIB
 from offload.planning import (
     DryRun,
     Forecast,
     Phase,
     SimulatedStreams,
     UpdateTimes,
+    bounded_by_files,
     floor_ms,
     forecast,
 )
@@ -48,7 +49,7 @@ class PlannedTimes:
         timed: SimulatedStreams | None,
         memory: PlannedMemory,
     ) -> PlannedTimes:
-        """Adds the update to the times of `step`, which `timed` measured if it is given."""
+        """Adds the update and reads from files to the times of `step`, which `timed` measured if it is given."""
         footprint = components.footprint
         # Weights that were updated on the device are copied to the host, besides their gradients or instead of them.
         new_weights = 0 if components.gradients.released else memory.update.placed_gradient_bytes
@@ -62,12 +63,13 @@ class PlannedTimes:
         if components.speculates and update.begins == "inside":
             deferred = replace(update, begins="at the end", inside_share=0.0)
             clipped_ms = forecast(phases, *speeds, deferred, simulated_ms, **rates).step_ms
-        notes = ()
-        if footprint.file_bytes:
-            weights_in = sum(phase.h2d_bytes - phase.activation_h2d_bytes for phase in phases)
-            read_bytes = weights_in * footprint.file_bytes / footprint.host_weight_bytes
-            note = note_of_reads(read_bytes, footprint.file_bytes, machine.host_gib * GIB - sum(memory.host.values()))
-            notes = (mapped_note(components.config, components.model, footprint), note)
+        if not footprint.file_bytes:
+            return cls(phases, update, expected, clipped_ms=clipped_ms)
+        weights_in = sum(phase.h2d_bytes - phase.activation_h2d_bytes for phase in phases)
+        read_bytes = weights_in * footprint.file_bytes / footprint.host_weight_bytes
+        room = machine.host_gib * GIB - sum(memory.host.values())
+        expected, note = with_reads(expected, read_bytes, footprint.file_bytes, room, machine.disk_gb_s)
+        notes = (mapped_note(components.config, components.model, footprint), note)
         return cls(phases, update, expected, notes, clipped_ms)
 
     def floor_ms(self, machine: Machine, dtype: torch.dtype) -> float | None:
@@ -96,11 +98,17 @@ def _simulated_ms(
     return timed.step_ms / sum(dry) * sum(every) if dry else None
 
 
-def note_of_reads(read_bytes: float, file_bytes: int, room_bytes: float) -> str:
-    """Returns a line on a step that reads `read_bytes` of its weights from files, in a time that is not planned.
+def with_reads(
+    forecast: Forecast, read_bytes: float, file_bytes: int, room_bytes: float, gb_s: float | None
+) -> tuple[Forecast, str]:
+    """Returns the forecast of a step that reads `read_bytes` of its weights from files, and a line about it.
 
-    What the page cache has room for (`room_bytes`) of the `file_bytes` is read once.
+    What the page cache has room for (`room_bytes`) of the `file_bytes` is read once. `gb_s` is the disk's speed.
     """
     if file_bytes <= room_bytes:
-        return "weights in files: the page cache has room for them, so the disk is read in the first step"
-    return f"weights in files: {format_bytes(int(read_bytes))} from the disk in every step, whose time is not planned"
+        return forecast, "weights in files: the page cache has room for them, so the disk is read in the first step"
+    if gb_s is None:
+        unknown = "the disk's speed is not known, and the step may be longer: only hardware=auto measures it"
+        return forecast, f"weights in files: read from the disk in every step; {unknown}"
+    line = f"weights in files: read from the disk in every step, at {gb_s:.2f} GB/s"
+    return bounded_by_files(forecast, read_bytes / gb_s / 1e6), line

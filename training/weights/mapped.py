@@ -1,5 +1,7 @@
 """Frozen weights that stay in their files (`source=mapped`): where they are, for the mode of a run."""
 
+from pathlib import Path
+
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
@@ -62,6 +64,12 @@ def mapped_note(config: DictConfig, model: nn.Module, footprint: Footprint) -> s
     return (
         f"{line}; in memory are units with weights that {', '.join(why)}" if why else f"{line}; the others have buffers"
     )
+
+
+def largest_file(config: DictConfig, model: nn.Module) -> Path:
+    """Returns the largest of the files from which the run reads weights."""
+    files = {place.file for places in _places(config, model).found.values() for place in places}
+    return max(files, key=lambda file: file.stat().st_size)
 
 
 def _places(config: DictConfig, model: nn.Module) -> Places:

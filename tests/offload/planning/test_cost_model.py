@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from offload.planning.cost_model import UpdateTimes, floor_ms, forecast, hidden_share
+from offload.planning.cost_model import Forecast, UpdateTimes, bounded_by_files, floor_ms, forecast, hidden_share
 from offload.planning.dry_run import Phase
 from offload.planning.simulated_streams import Bandwidth
 
@@ -96,3 +96,10 @@ def test_dequantising_takes_the_time_of_memory():
     assert forecast(phases, BUS, 1e12, UpdateTimes()).step_ms == pytest.approx(300)
     out = replace(phase(80, out=8, acts=(0, 8)), dequantised_bytes=20 * GB)
     assert hidden_share([out], BUS, 1e12, 1000.0) == pytest.approx(100 / 200)
+
+
+def test_reads_from_files_bound_a_step_where_they_take_longer():
+    step = Forecast(10.0, {"compute": 8.0}, "compute", (4.0, 6.0))
+    longer, shorter = bounded_by_files(step, 12.0), bounded_by_files(step, 5.0)
+    assert (longer.step_ms, longer.bound, longer.alone_ms) == (12.0, "files", {"compute": 8.0, "files": 12.0})
+    assert (shorter.step_ms, shorter.bound, shorter.alone_ms) == (10.0, "compute", {"compute": 8.0, "files": 5.0})

@@ -15,6 +15,7 @@ from training.planning import machine as machine_module
 from training.planning.machine import (
     BOTH_SHARE,
     Machine,
+    disk_gb_s,
     keep,
     kept,
     kept_path,
@@ -83,6 +84,15 @@ def test_of_a_preset_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, option
 def test_what_is_given_is_named_beside_the_figures_of_a_preset():
     machine = machine_of(components_of("hardware=rtx3090", "hardware.vram_gib=11.5"))
     assert (machine.vram_gib, machine.source) == (11.5, f"{ESTIMATED}; given: vram_gib")
+
+
+def test_a_large_file_is_measured_and_a_small_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine_module, "PIECE_BYTES", 64 * 2**10)
+    (tmp_path / "large").write_bytes(bytes(2**20))
+    (tmp_path / "small").write_bytes(bytes(1000))
+    assert disk_gb_s(tmp_path / "large") is None or disk_gb_s(tmp_path / "large") > 0
+    assert disk_gb_s(tmp_path / "small") is None
+    assert disk_gb_s(tmp_path / "none") is None
 
 
 def test_values_are_kept_by_the_name_of_the_device(cache: Path):

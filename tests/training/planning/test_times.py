@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offload.planning import Bandwidth, Phase, UpdateTimes, forecast
+from offload.planning import Bandwidth, Forecast, Phase, UpdateTimes, forecast
 from tests.training.helpers.in_process import SMALL_MODEL, components_of
 from training.planning.machine import machine_of
-from training.planning.times import PlannedTimes, note_of_reads
+from training.planning.times import PlannedTimes, with_reads
 
 PHASES = (
     Phase(flops=6e12, h2d_bytes=1e9, d2h_bytes=0, activation_h2d_bytes=0, activation_d2h_bytes=0),
@@ -40,6 +40,21 @@ def test_a_step_of_more_microbatches_than_the_dry_run_has_is_longer_by_as_much(p
     assert 1.5 < without_update[1] / without_update[0] < 2.5
 
 
-def test_what_is_cached_is_not_read_again():
-    assert note_of_reads(2**30, 10**9, 0).endswith("1.00 GiB from the disk in every step, whose time is not planned")
-    assert "first step" in note_of_reads(2**30, 10**9, 2e9)
+STEP = Forecast(step_ms=100.0, alone_ms={"compute": 90.0}, bound="compute", phases_ms=(50.0, 50.0))
+
+
+def test_a_step_takes_as_long_as_its_reads():
+    forecast, line = with_reads(STEP, 2e9, 10**9, 0, 10.0)
+    assert (forecast.step_ms, forecast.bound, forecast.alone_ms["files"]) == (200.0, "files", 200.0)
+    assert "at 10.00 GB/s" in line
+    forecast, _ = with_reads(STEP, 5e8, 10**9, 0, 10.0)
+    assert (forecast.step_ms, forecast.bound, forecast.alone_ms["files"]) == (100.0, "compute", 50.0)
+
+
+def test_what_is_not_known_is_said_and_what_is_cached_is_not_read():
+    forecast, line = with_reads(STEP, 2e9, 10**9, 0, None)
+    assert forecast is STEP
+    assert "only hardware=auto measures it" in line
+    forecast, line = with_reads(STEP, 2e9, 10**9, 2e9, 10.0)
+    assert forecast is STEP
+    assert "first step" in line
