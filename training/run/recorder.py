@@ -14,6 +14,7 @@ from training.metrics.run_summary import FIRST_LOSS, RunSummary
 from training.metrics.step_timer import CoreWaits
 from training.run.build import Job
 from training.run.meters import MemoryMeter, StepMeter
+from training.runs.console import note_failures
 from training.runs.files import SAMPLES_FILE
 from training.runs.records import MetricsWriter, stream_metrics, write_summary
 from training.tasks.sample import Sample
@@ -176,6 +177,7 @@ class Recorder:
         self._writer.write(record)
         self._job.tracker.log(record, step)
         self._progress.update(step, record)
+        note_failures()
 
     def _add(self, record: dict) -> None:
         self._summary.add(record)

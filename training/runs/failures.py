@@ -16,6 +16,7 @@ from hydra.errors import InstantiationException
 
 from training.errors import UserError
 from training.runs import starting
+from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
 from training.runs.records import write_summary
@@ -72,6 +73,9 @@ def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
         if signal.SIGINT in handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(exit_status)
+    finally:
+        if directory.taken:
+            note_failures()
 
 
 @contextmanager

@@ -11,13 +11,14 @@ from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from training.config.modes import is_group
 from training.errors import UserError, first_line
 from training.runs.bounded_files import DamagedError, MissingError, leaves_of, parse_yaml, read_yaml
 from training.runs.compose_errors import explain_refusal
 from training.runs.files import CHOICES_FILE, CONFIG_FILE, home_expanded
 from training.runs.invocation import Invocation, key_of, written
 
-KEY = "repeat"
+KEY, EXPERIMENT = "repeat", "experiment"
 # Keys of which each replaces the other.
 LENGTH = {"steps", "epochs"}
 
@@ -35,6 +36,8 @@ def repeated(overrides: Sequence[str], more_options: str | None = None) -> list[
         raise UserError(f"{' '.join(given)}: give the run to repeat once")
     run_dir = home_expanded(KEY, given[0].partition("=")[2].strip("'\""))
     others = [text for text in overrides if text not in given]
+    if experiment := next((text for text in others if key_of(text) == EXPERIMENT), None):
+        raise UserError(f"{experiment}: {given[0]} gives every value already, and would win: leave one of them out")
     return overrides_of(run_dir, f"{KEY}={run_dir}", others, more_options)
 
 
@@ -55,11 +58,16 @@ def overrides_of(run_dir: Path, prefix: str, others: Sequence[str], more_options
         raise UserError(f"{prefix}: {explain_refusal(error)}") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{prefix}: {first_line(error)}") from error
-    kept = [
-        f"{key}={written(value)}"
-        for key, value in leaves_of(_read(prefix, run_dir, CONFIG_FILE))
-        if today.get(key, value) != value and not (_under(key, replaced) or "._" in f".{key}")
-    ]
+    kept = []
+    for key, value in leaves_of(_read(prefix, run_dir, CONFIG_FILE)):
+        if _under(key, replaced) or "._" in f".{key}":
+            continue
+        # The keys of a group may be those of an option that follows what else is given.
+        if key not in today and not is_group(key.partition(".")[0]):
+            problem = f"{key}={written(value)} of that run is no key today: delete it from {CONFIG_FILE} there"
+            raise UserError(f"{prefix}: {problem} to repeat the run without it")
+        if today.get(key, value) != value:
+            kept.append(f"{key}={written(value)}")
     return [*recorded, *kept, *others]
 
 

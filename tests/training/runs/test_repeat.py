@@ -89,7 +89,9 @@ def test_the_values_of_a_sweep_stay_for_hydra(tmp_path: Path):
         ("seed: 3\n", "seed: [3\n", (), r"config.yaml: it is not a plain YAML file"),
         ("- offload=tensor_swap", "- offload=gone", (), r"repeat=.*: offload=gone: there is no such option"),
         ("- offload=tensor_swap", "- {offload: gone}", (), r"choices.yaml has no overrides: it was not written by a"),
+        ("seed: 3\n", "seed: 3\ngone: 4\n", (), r"repeat=.*: gone=4 of that run is no key today: delete it"),
         ("", "", ("repeat=b",), r"give the run to repeat once"),
+        ("", "", ("experiment=quickstart",), r"experiment=quickstart: repeat=.* gives every value already"),
     ],
 )
 def test_what_cannot_be_repeated_is_one_line(tmp_path: Path, old: str, new: str, given: tuple, message: str):
