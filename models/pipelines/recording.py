@@ -262,7 +262,8 @@ class Recorder:
         record.arguments = moved(bound, CPU)
         shape = list(bound[first].shape)
         config = self._network.config
-        if config.get("out_channels") and config["out_channels"] == 2 * config["in_channels"]:
+        made = config.get("out_channels")
+        if config.get("learn_sigma") or (made and made == 2 * config["in_channels"]):
             # A variance is predicted, too.
             shape[1] *= 2
         # A call of the network has the latents of a batch, whose first example the digits are of.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import diffusers
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from models.pipelines.recording import (
     digits_of,
     places_in,
 )
-from tests.models.helpers.tiny_pipelines import made, network_of
+from tests.models.helpers.tiny_pipelines import clip, clip_tokenizer, made, network_of, t5, t5_tokenizer, vae
 
 CPU = torch.device("cpu")
 
@@ -90,6 +91,19 @@ def test_what_a_pipeline_raises_is_told_in_a_line():
         ValueError, match=r"^StableDiffusion3Pipeline, called with prompt, .* alone, ends in TypeError: object of type"
     ):
         recorder.record(Asked(("",), (32, 32)))
+
+
+def test_a_network_that_learns_a_variance_may_not_tell_its_channels():
+    """As of HunyuanDiT."""
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "num_layers": 2}
+    text = {"cross_attention_dim": 32, "cross_attention_dim_t5": 32, "pooled_projection_dim": 16}
+    network = diffusers.HunyuanDiT2DModel(**sizes, **text, hidden_size=16).to("meta")
+    pipeline = diffusers.HunyuanDiTPipeline(
+        vae(), clip(), clip_tokenizer(), network, diffusers.DDPMScheduler(prediction_type="v_prediction"), None, None,
+        requires_safety_checker=False, text_encoder_2=t5(), tokenizer_2=t5_tokenizer(),
+    )  # fmt: skip
+    record = Recorder(pipeline, network, CPU).record(Asked(("a cube",), (32, 64)))
+    assert record.predicted.shape == record.noise == (1, 4, 16, 32)
 
 
 def test_a_network_may_be_asked_for_its_sample():
