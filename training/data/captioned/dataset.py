@@ -118,6 +118,11 @@ class Captioned:
         if (folder is None) == (name is None):
             raise UserError("dataset=captioned: give dataset.folder=DIR or dataset.name=OWNER/NAME, one of them")
         if name is None:
+            given = {"split": split, "image_column": image_column, "text_column": text_column}
+            for key, value in given.items():
+                if value not in ("train", "image", "text"):
+                    problem = "is of dataset.name: captions of a folder are in NAME.txt, or in text of metadata.jsonl"
+                    raise UserError(f"dataset.{key}={value}: {problem}; leave it out")
             found = find_pictures(folders_of(folder), size=size, multiple=multiple, frames=frames, fps=self._fps)
         else:
             rows = pictures_in_columns(name, config_name, split, revision, image_column, text_column)

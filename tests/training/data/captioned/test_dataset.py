@@ -241,6 +241,12 @@ def test_pictures_come_from_one_place(pipeline: Path, given: dict[str, str]):
         Captioned(**given, pipeline=str(pipeline), seed=0, batch_size=1)
 
 
+@pytest.mark.parametrize(("key", "value"), [("text_column", "caption"), ("image_column", "photo"), ("split", "test")])
+def test_a_key_of_columns_beside_a_folder_is_refused(pipeline: Path, key: str, value: str):
+    with pytest.raises(UserError, match=rf"^dataset\.{key}={value}: is of dataset\.name: captions of a folder are in"):
+        Captioned(folder="a", **{key: value}, pipeline=str(pipeline), seed=0, batch_size=1)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
