@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from offload.memory.host_memory import HostArena
+from offload.sharing.sharers import Sharers
 from offload.streams.registry import Streams
 from offload.streams.stream_checker import CheckedStream, CheckedStreams
 from offload.streams.transfer import Telemetry, Transfer
@@ -149,15 +150,12 @@ def _time(stream: CheckedStream) -> float:
     return stream.clock.get(TIME, 0.0)
 
 
-class PlannedSharers:
-    """The `Sharers` of the first of `count` processes on each of `hosts`, all of which do the same at the same time.
+class PlannedSharers(Sharers):
+    """Those of the first of `count` processes on each of `hosts`, all of which do the same at the same time.
 
     `exchanged_bytes` are those that one device has received from the others of its host, in all steps. `streams` let
     the time pass that this takes; None: nobody asks for it. Exchanges between hosts are not counted.
     """
-
-    rank = first = 0
-    limit_s = math.inf
 
     def __init__(self, count: int, hosts: int = 1, streams: SimulatedStreams | None = None):
         self.count = count
@@ -169,9 +167,6 @@ class PlannedSharers:
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
     ) -> list[list[int]]:
         return [list(numbers)] * (self.count * self.hosts if everywhere else self.count)
-
-    def attempt(self, call: Callable[[], None], what: str) -> None:
-        call()
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
         self._receive(whole.nbytes)
