@@ -10,6 +10,7 @@ from offload.knobs import format_bytes
 from training.config.modes import weights_node
 from training.parallel.world import ranks_of_host
 from training.settle.components import Components
+from training.tasks.causal_lm import CausalLM
 
 # A smaller share is worth a note.
 MOST = 0.9
@@ -18,6 +19,8 @@ NAMED, SMALL = 3, 0.01
 # Layers without an adapter that are named; those of one name in all blocks count once.
 LAYERS_NAMED = 8
 HOW = {"experts": " (adapter.experts=true gives them one)"}
+
+ROUTERS = "model.overrides={output_router_logits: true}"
 
 FOREIGN = "this system's own memory, copies and times are not planned: the plan is that of offload=none"
 
@@ -41,6 +44,7 @@ def notes_of(components: Components, reference_note: str | None = None) -> list[
         staying_note(components),
         unmatched_note(components),
         unadapted_note(components),
+        experts_note(components),
     )
     return [note for note in found if note]
 
@@ -125,6 +129,16 @@ def unadapted_note(components: Components) -> str | None:
         return None
     more = f" and {len(shown) - LAYERS_NAMED} more" if len(shown) > LAYERS_NAMED else ""
     return f"no adapter: {', '.join(shown[:LAYERS_NAMED])}{more}"
+
+
+def experts_note(components: Components) -> str | None:
+    """Returns a line on the auxiliary loss of experts (Fedus et al. 2021), where the model leaves out its own."""
+    config = getattr(root_of(components.model), "config", None)
+    is_off = getattr(config, "output_router_logits", None) is False and getattr(config, "router_aux_loss_coef", 0)
+    # task=dpo has none.
+    if not is_off or type(components.task) is not CausalLM:
+        return None
+    return f"auxiliary loss of experts: none, which TRL adds: {ROUTERS} adds it"
 
 
 def _short(name: str, kind: str) -> str:

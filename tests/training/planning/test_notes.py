@@ -10,7 +10,7 @@ from tests.training.helpers import streamed_shapes
 from tests.training.helpers.in_process import SMALL_MODEL, components_of
 from training.planning.dry_step import dry_step
 from training.planning.machine import machine_of
-from training.planning.notes import staying_note, streamed_share, unadapted_note, unmatched_note
+from training.planning.notes import experts_note, staying_note, streamed_share, unadapted_note, unmatched_note
 from training.planning.plan import plan_run
 
 # The embedding and the head are half of such a model.
@@ -149,3 +149,12 @@ def test_they_are_named_once(keys: tuple[str, ...], expected: str):
     assert unadapted_note(components) == expected
     assert expected in plan_run(components, machine_of(components), has_gpu=True).notes
     assert [name for name, _ in components.model.named_parameters()] == names
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"), [((), "none, which TRL adds"), (("model.overrides={output_router_logits: true}",), None)]
+)
+def test_the_auxiliary_loss_that_trl_adds_is_named(keys: tuple[str, ...], expected: str | None):
+    note = experts_note(components_of("model=mixtral_small", "hardware=h200", *keys))
+    assert (expected in note) if expected else note is None
+    assert experts_note(components_of(*SMALL_MODEL)) is None
