@@ -20,7 +20,7 @@ NAMED, SMALL = 3, 0.01
 LAYERS_NAMED = 8
 HOW = {"experts": " (adapter.experts=true gives them one)"}
 
-ROUTERS = "model.overrides={output_router_logits: true}"
+ROUTERS = "model.overrides={output_router_logits:true}"
 
 FOREIGN = "this system's own memory, copies and times are not planned: the plan is that of offload=none"
 

@@ -152,7 +152,7 @@ def test_they_are_named_once(keys: tuple[str, ...], expected: str):
 
 
 @pytest.mark.parametrize(
-    ("keys", "expected"), [((), "none, which TRL adds"), (("model.overrides={output_router_logits: true}",), None)]
+    ("keys", "expected"), [((), "none, which TRL adds"), (("model.overrides={output_router_logits:true}",), None)]
 )
 def test_the_auxiliary_loss_that_trl_adds_is_named(keys: tuple[str, ...], expected: str | None):
     note = experts_note(components_of("model=mixtral_small", "hardware=h200", *keys))
