@@ -196,8 +196,8 @@ def updates(moved: Counters, steps: int) -> dict[str, float]:
         "optimizer/wait_ms": moved.update_wait_ms / steps,
         "optimizer/gparams_per_s": moved.updated_parameters / 1e6 / moved.update_ms if moved.update_ms else 0.0,
     }
-    # Updates that began before the norm was known.
-    if moved.speculated_parameters:
+    # Updates that began before the norm was known. They count as updates when they have ended.
+    if moved.speculated_parameters and moved.updated_parameters:
         found["optimizer/speculated"] = moved.speculated_parameters / moved.updated_parameters
         found["optimizer/undone"] = moved.undone_parameters / moved.speculated_parameters
         found["optimizer/undo_ms"] = moved.undo_ms / steps

@@ -1,6 +1,7 @@
 """Meters of the steps between two records: speed, traffic, memory."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,8 @@ def test_what_a_mode_counts_is_shown_as_the_mean_of_a_step():
         "optimizer/undone": 0.25,
         "optimizer/undo_ms": 9.0,
     }
+    # The worker is still at the updates of the step.
+    assert "optimizer/speculated" not in meters.updates(replace(moved, updated_parameters=0), 2)
 
 
 def test_the_cpu_has_no_floor_no_mfu_and_no_vram(tmp_path: Path):
