@@ -207,10 +207,20 @@ def _requested(path: Path) -> Checkpoint:
     try:
         return _opened(folder)
     except DamagedError as error:
-        step = step_of(folder) or 0
-        before = next((other for other in checkpoints_in(folder.parent) if step_of(other) < step), None)
-        advice = f"try the one before it, resume={before}" if before else "there is no checkpoint before it"
+        before = _complete_before(folder)
+        advice = f"the one before it is complete, resume={before}" if before else "there is no complete one before it"
         raise UserError(f"resume={path}: {error}: {advice}") from error
+
+
+def _complete_before(folder: Path) -> Path | None:
+    step = step_of(folder)
+    for other in checkpoints_in(folder.parent):
+        if step is not None and step_of(other) < step:
+            try:
+                return _opened(other).folder
+            except DamagedError:
+                continue
+    return None
 
 
 def _opened(folder: Path) -> Checkpoint:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,16 +65,21 @@ def read_state(folder: Path) -> RunState:
     """Reads the state of the checkpoint in `folder`. Raises DamagedError if the file does not have a valid one."""
     path = folder / STATE_FILE
     values = read_json(path)
+    checks = {
+        "step": _is_count,
+        "skipped_steps": _is_count,
+        "units": _is_count,
+        "batch_sha256": lambda value: isinstance(value, str),
+        "data_sha256": lambda value: value is None or isinstance(value, str),
+        "eval_sha256": lambda value: value is None or isinstance(value, str),
+        "source_sha256": lambda value: value is None or isinstance(value, str),
+        # It becomes part of a folder's name, so it may not lead elsewhere.
+        "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
+    }
     for field in fields(RunState):
-        value = values.get(field.name, ...)
-        is_count = type(value) is int and value >= 0
-        if not (is_count if field.default == 0 else value is None or isinstance(value, str)):
+        if field.name not in values or not checks[field.name](values[field.name]):
             raise DamagedError(f"{path} has no valid {field.name}: {values.get(field.name)!r:.80}")
-    state = RunState(**{field.name: values[field.name] for field in fields(RunState)})
-    # It becomes part of a folder's name, so it may not lead elsewhere.
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", state.tracking_id or "none"):
-        raise DamagedError(f"{path} has no valid tracking_id: {state.tracking_id!r:.80}")
-    return state
+    return RunState(**{field.name: values[field.name] for field in fields(RunState)})
 
 
 def digest_of_all(dataset) -> str | None:
@@ -100,6 +106,10 @@ def restore_random_states(folder: Path, device: torch.device) -> None:
             torch.cuda.set_rng_state(states["cuda"], device)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise DamagedError(f"{path} does not have the states of torch's random generators ({error})") from None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

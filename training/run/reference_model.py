@@ -60,7 +60,7 @@ def attached_models(
     components: Components, streams: Streams, sharers: Sharers = NO_SHARERS
 ) -> Iterator[AttachedModels]:
     """Attaches the modes of the model and of its reference model, whose buffers it fills. Raises MemoryError."""
-    if components.device.type == "cuda":
+    if components.device.type == "cuda" and (components.recomputed_blocks or components.mode.recomputes):
         # Checkpoints of torch import its compiler. The seconds of that pass beside the allocation of memory.
         Thread(target=import_module, args=("torch._dynamo",)).start()
     with attached(components, streams, sharers) as trained:

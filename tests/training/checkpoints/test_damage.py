@@ -56,7 +56,7 @@ def test_damage_is_refused_naming_the_file_and_the_one_before(finished: Path, ru
         run_here(finished, f"resume={finished}")
     message = str(refusal.value)
     assert re.search(reason, message), message
-    assert f"try the one before it, resume={at(finished, 3)}" in message
+    assert f"the one before it is complete, resume={at(finished, 3)}" in message
     assert "\n" not in message
     assert (finished / "metrics.jsonl").read_bytes() == records
 
@@ -78,7 +78,7 @@ def test_auto_takes_the_one_before_and_keeps_the_damaged_one(
 
 def test_without_an_earlier_checkpoint_the_message_says_so(finished: Path, run_here, at):
     flip("model.safetensors", 0.5)(at(finished, 3))
-    with pytest.raises(UserError, match="there is no checkpoint before it"):
+    with pytest.raises(UserError, match="there is no complete one before it"):
         run_here(finished, f"resume={at(finished, 3)}")
 
 

@@ -37,6 +37,8 @@ def test_a_state_is_read_back(tmp_path: Path):
         ({"step": -1}, "step"),
         ({"step": True}, "step"),
         ({"skipped_steps": 1.5}, "skipped_steps"),
+        ({"batch_sha256": None}, "batch_sha256"),
+        ({"tracking_id": ""}, "tracking_id"),
         ({"data_sha256": 3}, "data_sha256"),
         ({"tracking_id": "../x"}, "tracking_id"),
         ({"eval_sha256": 3}, "eval_sha256"),
