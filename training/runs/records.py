@@ -28,7 +28,7 @@ class MetricsWriter:
     """Appends records to `name` in `run_dir`, which must exist; a resumed run continues its file.
 
     Records of steps after `after_step` are dropped, because the run makes them again; -1 drops all, also the evaluation
-    before the first step. A line that is no record is left out. Raises UserError if the file cannot be written.
+    before the first step. Raises UserError if the file cannot be written, or has a line that is not a record.
     """
 
     def __init__(self, run_dir: Path, after_step: int = -1, name: str = METRICS_FILE):
@@ -112,17 +112,24 @@ def _checked(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Leaves the records of steps up to `step` alone; warns of whole lines that are no records."""
+    """Cuts the file before its first record of a step after `step`, and before a damaged or unfinished line.
+
+    Raises UserError if a record follows that the run would not make again.
+    """
+    end, cut, damaged = 0, None, None
     with _readable():
-        lines, kept = list(read_lines(path)), []
-    for number, line in enumerate(lines, start=1):
-        record = _record_of(line)
-        if record is None and line.endswith(b"\n"):
-            logger.warning("%s: line %d is not a record: it is left out", path, number)
-        elif record is not None and record["train/step"] <= step:
-            kept.append(line)
-    if kept != lines:
-        write_whole(path, b"".join(kept))
+        for number, line in enumerate(read_lines(path), start=1):
+            record = _record_of(line)
+            keep = record is not None and record["train/step"] <= step
+            if cut is None and not keep:
+                cut, damaged = end, number if record is None and line.endswith(b"\n") else None
+            elif damaged is not None and keep:
+                raise UserError(f"{path}: line {damaged} is not a record; the file is damaged")
+            end += len(line)
+    if damaged is not None:
+        logger.warning("%s: line %d is not a record: it is cut off with the lines after it", path, damaged)
+    if cut is not None:
+        os.truncate(path, cut)
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:

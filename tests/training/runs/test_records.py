@@ -62,13 +62,22 @@ def lines_of(*steps_or_lines: int | str) -> bytes:
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=[repr(line[:12]) for line in BROKEN])
-@pytest.mark.parametrize("after", [(), (6,), ("\0", 6, 8), (6, 2, 8)], ids=str)
-def test_a_resumed_run_leaves_broken_lines_out_and_makes_later_records_again(tmp_path, caplog, broken, after):
-    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, broken, *after, 2))
+@pytest.mark.parametrize("after", [(), (6,), ("\0", 6, 8)], ids=str)
+def test_a_resumed_run_cuts_a_broken_line_and_makes_again_what_followed(tmp_path, caplog, broken, after):
+    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, 2, broken, *after))
     MetricsWriter(tmp_path, after_step=3)
-    kept = lines_of(1, 2, 2) if 2 in after else lines_of(1, 2)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == kept
-    assert "metrics.jsonl: line 2 is not a record: it is left out" in caplog.text
+    assert read_metrics(tmp_path) == [{"train/step": 1}, {"train/step": 2}]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines_of(1, 2)
+    assert "metrics.jsonl: line 3 is not a record: it is cut off" in caplog.text
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=[repr(line[:12]) for line in BROKEN])
+def test_a_broken_line_before_records_that_would_be_lost_is_refused(tmp_path, broken):
+    content = lines_of(1, broken, 6, 2, 8)
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a record; the file is damaged"):
+        MetricsWriter(tmp_path, after_step=3)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
 @pytest.mark.parametrize(("step", "left"), [(0, 0), (2, 2), (3, 2), (8, 4)])
