@@ -35,9 +35,9 @@ OUTSIDE_STEP = (
 
 def refuse_part(name: str, tensor: Tensor) -> None:
     """Raises ValueError in one line for a DTensor, of which this process may have a part, as FSDP2 makes them."""
-    # Whoever has made one has imported it.
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
+    # Whoever has made one has imported it, to its end: another thread may be importing it now.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is not None and isinstance(tensor, kind):
         raise ValueError(
             f"{name} is a DTensor, of which this process may have a part: a mode moves whole tensors: leave out"
             " fully_shard, parallelize_module and distribute_tensor"

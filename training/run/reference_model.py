@@ -60,10 +60,14 @@ def attached_models(
     components: Components, streams: Streams, sharers: Sharers = NO_SHARERS
 ) -> Iterator[AttachedModels]:
     """Attaches the modes of the model and of its reference model, whose buffers it fills. Raises MemoryError."""
+    compiler = Thread(target=import_module, args=("torch._dynamo",))
     if components.device.type == "cuda" and (components.recomputed_blocks or components.mode.recomputes):
         # Checkpoints of torch import its compiler. The seconds of that pass beside the allocation of memory.
-        Thread(target=import_module, args=("torch._dynamo",)).start()
+        compiler.start()
     with attached(components, streams, sharers) as trained:
+        if compiler.ident is not None:
+            # Where two threads import at once, one may see the other's modules half made.
+            compiler.join()
         if components.reference is None:
             yield AttachedModels(trained)
             return

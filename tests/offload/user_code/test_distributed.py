@@ -1,7 +1,9 @@
 """What splits a model over processes is refused: DistributedDataParallel, and DTensors (FSDP2, tensor parallelism)."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -40,6 +42,12 @@ def test_a_sharded_model_is_refused(make: Callable[[], Mode], frozen: bool, mesh
     with pytest.raises(ValueError, match=r"^0\.weight is a DTensor, .*: leave out fully_shard") as caught:
         make().attach(model, streams)
     assert "\n" not in str(caught.value)
+
+
+def test_dtensors_that_another_thread_imports_now_are_nowhere_yet(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("half made"))
+    with under(LayerStream(), model := nn.Sequential(nn.Linear(2, 2))) as attached, attached.step():
+        model(torch.ones(3, 2)).sum().backward()
 
 
 def test_a_sharded_layer_that_the_mode_leaves_out_is_its_owner_s(mesh: DeviceMesh, streams: registry.Streams):

@@ -1,7 +1,10 @@
 """The second, frozen model of task.reference=copy: where it lives, that it never moves, what a resumed run takes."""
 
 import json
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from models.quantise import stored_tensors
 from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
 from training.config.validation import check
 from training.errors import UserError
+from training.run import reference_model
 from training.run.build import build
 from training.run.loop import train
 from training.runs.files import REFERENCE_FILE, REFERENCE_ORIGIN
@@ -37,6 +41,20 @@ def weights(tmp_path_factory: pytest.TempPathFactory, overrides) -> str:
     folder = tmp_path_factory.mktemp("weights")
     run_here(folder, *overrides, "seed=7", "steps=1", "checkpoint.every=1", "eval.every=null")
     return f"model.weights={folder / 'checkpoints/step-00000001'}"
+
+
+def test_the_compiler_is_imported_before_the_models_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = []
+
+    def import_slowly(name: str) -> None:
+        time.sleep(0.1)
+        imported.append(name)
+
+    monkeypatch.setattr(reference_model, "import_module", import_slowly)
+    monkeypatch.setattr(reference_model, "attached", lambda *_: nullcontext())
+    components = SimpleNamespace(device=torch.device("cuda"), recomputed_blocks=["a block"], reference=None)
+    with reference_model.attached_models(components, streams=None):
+        assert imported == ["torch._dynamo"]
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
