@@ -54,7 +54,7 @@ def _mean_and_std(vae: nn.Module, picture: Tensor) -> tuple[Tensor, Tensor]:
         raise NotTrainableError(f"{type(vae).__name__}: {error}") from error
     if hasattr(found, "latent_dist"):
         return found.latent_dist.mean, found.latent_dist.std
-    return found.latent, torch.zeros_like(found.latent)
+    return found[0], torch.zeros_like(found[0])
 
 
 def normalisation(vae: nn.Module, ndim: int) -> tuple[Any, Any]:

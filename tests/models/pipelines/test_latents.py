@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import diffusers
 import pytest
 import torch
 
@@ -52,3 +53,12 @@ def test_a_vae_that_encodes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vae, "encode", Mock(side_effect=NotImplementedError("not without tiling")))
     with pytest.raises(NotTrainableError, match=r"^AutoencoderKL: not without tiling$"):
         encoded(vae, torch.zeros(3, *SIZE), (4, 16, 32))
+
+
+def test_latents_without_a_distribution_are_taken_as_they_are():
+    channels = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8)}
+    blocks = {"num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)}
+    vae, pixels = diffusers.AutoencoderTiny(**channels, **blocks), torch.rand(3, *SIZE)
+    mean, std = encoded(vae, pixels, (4, 16, 32))
+    assert torch.equal(mean[None], vae.encode(pixels[None]).latents)
+    assert not std.any()
