@@ -268,6 +268,7 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
             _check_type(f"{path}{given}", value, dict)
             merged[key] = {**present, **value}
             if key == ROPE:
+                merged[key] = _merged_angles(present, value, f"{path}{given}")
                 merged.pop(OLD_ROPE, None)
         else:
             _check_type(f"{path}{given}", value, _type_of(present))
@@ -282,6 +283,24 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
             merged.pop("label2id", None)
         elif key == "id2label":
             merged["label2id"] = {name: int(number) for number, name in merged[key].items()}
+    return merged
+
+
+def _merged_angles(present: Mapping[str, Any], value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns `present` with the override `value`: for each type of layer, where each has its own."""
+    if parts := [name for name, part in present.items() if isinstance(part, dict)]:
+        if any(name not in parts or not isinstance(part, dict) for name, part in value.items()):
+            raise _RefusedError(
+                f"{key}={value!r}: each type of layer has its own here: give {{{parts[-1]}: {{rope_type: ...}}}}, so for"
+                f" any of {', '.join(parts)}"
+            )
+        return {**present, **{name: _merged_angles(present[name], value[name], f"{key}.{name}") for name in value}}
+    # The older name, of which transformers takes no notice beside the other.
+    merged = {**present, **{"rope_type" if name == "type" else name: entry for name, entry in value.items()}}
+    if merged.get("rope_type") == "default" and (unused := sorted({*merged} - {*present, "partial_rotary_factor"})):
+        raise _RefusedError(
+            f"{key}={value!r}: {', '.join(unused)} has no effect on rope_type=default: give rope_type, such as yarn"
+        )
     return merged
 
 

@@ -105,6 +105,19 @@ class TestOverrides:
         changed = source.config({"rope_parameters": {"rope_theta": 1e6, "factor": 16.0}}).rope_parameters
         assert changed == source.config().rope_parameters | {"rope_theta": 1e6, "factor": 16.0}
 
+    def test_angles_have_an_older_name_for_their_type(self):
+        config = find_source("qwen3", "causal_lm").config({"rope_parameters": {"type": "yarn", "factor": 4.0}})
+        assert (config.rope_parameters["rope_type"], config.rope_parameters["factor"]) == ("yarn", 4.0)
+
+    def test_angles_of_each_type_of_layer_are_merged(self):
+        source = find_source("olmo3", "causal_lm")
+        config = source.config({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}})
+        before = source.config().rope_parameters
+        full = before["full_attention"] | {"rope_type": "linear", "factor": 8.0}
+        assert config.rope_parameters == before | {"full_attention": full}
+        with pytest.raises(ValueError, match=r"each type of layer has its own here: give {full_attention: {rope_type"):
+            source.config({"rope_parameters": {"rope_type": "linear", "factor": 8.0}})
+
     def test_sub_configurations_are_merged_and_none_keeps_a_cache(self, tmp_path: Path):
         Gemma3Config(text_config={"hidden_size": 64, "num_hidden_layers": 2}).save_pretrained(tmp_path)
         for source in ("gemma3", str(tmp_path)):
@@ -152,6 +165,7 @@ class TestOverrides:
             ({"num_hidden_layers": 2.5}, "qwen3: .*num_hidden_layers"),
             ({"tie_word_embeddings": 1}, "tie_word_embeddings=1: must be bool"),
             ({"rope_parameters": 5}, "rope_parameters=5: must be dict"),
+            ({"rope_parameters": {"factor": 4.0}}, "factor has no effect on rope_type=default: give rope_type"),
             ({"rope_scaling": {"factor": 2}}, "qwen3 has no such key; near to it: rope_parameters"),
             ({"use_cache": True}, "use_cache=True: cannot be given, because training keeps no"),
             ({"is_decoder": False}, "is_decoder=False: cannot be given"),
