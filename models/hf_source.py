@@ -291,7 +291,7 @@ def _merged_angles(present: Mapping[str, Any], value: Mapping[str, Any], key: st
     if parts := [name for name, part in present.items() if isinstance(part, dict)]:
         if any(name not in parts or not isinstance(part, dict) for name, part in value.items()):
             raise _RefusedError(
-                f"{key}={value!r}: each type of layer has its own here: give {{{parts[-1]}: {{rope_type: ...}}}}, so for"
+                f"{key}={value!r}: each type of layer has its own here: give {{{parts[-1]}: {{rope_type: ...}}}}, for"
                 f" any of {', '.join(parts)}"
             )
         return {**present, **{name: _merged_angles(present[name], value[name], f"{key}.{name}") for name in value}}
