@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,8 @@ COUNTS = ("n_", "num_")
 PROBABILITIES, DEVIATIONS = ("dropout", "dropout_prob", "pdrop", "layerdrop"), ("initializer_range", "init_std")
 # The angles of positions, and an older name of theirs, which transformers takes first where a file has it.
 ROPE, OLD_ROPE = "rope_parameters", "rope_scaling"
+# A key that the code of a model takes where the configuration has it.
+OPTIONAL_KEY = re.compile(r'getattr\((?:self\.)?config, "(\w+)"')
 # Names of a message.
 NAMED = 3
 # Shapes of well-known models: the model type, and its configuration.
@@ -77,6 +81,31 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    # Qwen Team 2025, Qwen3-30B-A3B: of 128 experts a token uses eight.
+    "qwen3_30b_a3b": (
+        "qwen3_moe",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # OpenAI 2025, gpt-oss-20b; transformers' defaults are those of gpt-oss-120b.
+    "gpt_oss_20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    # Zeng et al. 2025, GLM-4.5-Air, without its layer that predicts a second token; other values are the defaults.
+    "glm_air": ("glm4_moe", {"head_dim": 128, "attention_bias": True, "rope_theta": 1e6}),
     # The layers of Mixtral 8x7B (Jiang et al. 2024), smaller: eight experts, of which a token uses two.
     "mixtral_small": (
         "mixtral",
@@ -316,7 +345,10 @@ def _check_range(key: str, value: Any) -> None:
 
 
 def _known_keys(config: PreTrainedConfig) -> set[str]:
-    keys = {*config.to_dict(), *config.attribute_map, "num_labels"} - {"transformers_version", "architectures"}
+    # Some models read keys that their configurations do not declare: Qwen3-MoE `head_dim`.
+    files = sorted(Path(inspect.getfile(type(config))).parent.glob("modeling_*.py"))
+    read = {key for file in files for key in OPTIONAL_KEY.findall(file.read_text(encoding="utf-8"))}
+    keys = {*config.to_dict(), *config.attribute_map, *read, "num_labels"} - {"transformers_version", "architectures"}
     return {key for key in keys if not key.startswith("_")}
 
 

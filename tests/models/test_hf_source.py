@@ -135,6 +135,11 @@ class TestOverrides:
         with pytest.raises(ValueError, match="head_dim='wide': must be int or float"):
             find_source("gemma4_text", "causal_lm").config({"head_dim": "wide"})
 
+    def test_a_key_that_only_the_model_reads_can_be_given(self):
+        with torch.device("meta"):
+            model = build_hf("qwen3_moe", "causal_lm", {"head_dim": 16, "num_attention_heads": 4})
+        assert model.hf.model.layers[0].self_attn.q_proj.out_features == 64
+
     @pytest.mark.parametrize("error", [ImportError, RuntimeError, IndexError])
     def test_whatever_a_class_raises_is_one_line(self, error: type[Exception], monkeypatch: pytest.MonkeyPatch):
         def refuse(*_: object) -> None:
@@ -185,7 +190,10 @@ class TestOverrides:
 
 
 # In millions, as their authors state them.
-MILLIONS = {"qwen3_8b": 8191, "mixtral_small": 1517, "gpt2_124m": 124, "mamba_130m": 129, "vit_l": 304}
+MILLIONS = {
+    "qwen3_8b": 8191, "qwen3_30b_a3b": 30532, "gpt_oss_20b": 20915, "glm_air": 106852, "mixtral_small": 1517,
+    "gpt2_124m": 124, "mamba_130m": 129, "vit_l": 304,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -18,6 +18,7 @@ from training.settle.components import Components, recomputes
 KEYS = ("optimizer.lr", "optimizer.weight_decay", "schedule.warmup", "seq_len")
 HF = ("model=hf", "task=causal_lm")
 IMAGES = ("model=diffusers", "task=flow_matching", "dataset=synthetic_flux_latents")
+LARGE = ("llama7b", "llama13b", "llama70b", "qwen3_8b", "qwen3_30b_a3b", "gpt_oss_20b", "glm_air")
 # Learning rate, weight decay, warm-up, tokens, whether blocks are recomputed, and the schedule: of all weights from the
 # seed, and of an adapter.
 TEXT, FLOW = ("2e-04", 0, 10), ("1e-04", 0, 10)
@@ -27,10 +28,7 @@ EXPECTED = {
     "mamba": [("6e-04", 0.1, 10, 256, False, "cosine"), (*TEXT, 256, False, "cosine")],
     "llama1b": [("3e-04", 0.1, 10, 2048, True, "cosine"), (*TEXT, 2048, True, "cosine")],
     "mixtral_small": [("3e-04", 0.1, 10, 2048, True, "cosine"), (*TEXT, 2048, True, "cosine")],
-    **{
-        name: [("1e-05", 0.1, 10, 2048, True, "cosine"), (*TEXT, 2048, True, "cosine")]
-        for name in ("llama7b", "llama13b", "llama70b", "qwen3_8b")
-    },
+    **{name: [("1e-05", 0.1, 10, 2048, True, "cosine"), (*TEXT, 2048, True, "cosine")] for name in LARGE},
     "unet_small": [("2e-03", 0.01, 50, None, False, "cosine"), ("1e-04", 0, 50, None, False, "cosine")],
     "vit_l": [("1e-04", 0.01, 10, None, False, "cosine"), (*FLOW, None, False, "cosine")],
     **{
@@ -70,7 +68,7 @@ def test_every_option_of_a_model_is_in_the_table():
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("llama13b", "llama70b", "qwen3_8b", "flux") else ())
+        pytest.param(name, marks=pytest.mark.slow if name in (*LARGE, "flux") and name != LARGE[0] else ())
         for name in EXPECTED
     ],
 )
