@@ -49,6 +49,7 @@ HERE = {
     **dict.fromkeys(("compile", "torch_compile"), "nothing: models run uncompiled"),
     "attn_implementation": "model.attention=NAME",
     "train_text_encoder": "nothing: only the network trains",
+    "adapter.targets=all-linear": "adapter.targets=null",
     "adapter=qlora": "adapter=lora quantize=nf4",
     "quantize=4bit": "quantize=nf4, or int4",
     "quantize=8bit": "quantize=int8, or float8",

@@ -141,6 +141,8 @@ def _about_key(cause: OmegaConfBaseException, where: str) -> str:
     key, message = cause.full_key, cause.msg.partition("\n")[0]
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return where + unknown_key(key, cause.parent_node or [])
+    if here := HERE.get(f"{key}={cause.value}"):
+        return f"{where}{key}={cause.value}: write {here}"
     for pattern, line in ABOUT_KEY.items():
         if found := re.match(pattern, message):
             return line.format(*found.groups(), key=key, where=where, value=cause.value)

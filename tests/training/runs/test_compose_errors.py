@@ -74,6 +74,12 @@ def test_a_refusal_is_one_line(override: str, line: str):
     assert "\n" not in explain_refusal(caught.value)
 
 
+def test_all_layers_have_another_name_here():
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception, match=r".") as caught:
+        compose("config", ["adapter=lora", "adapter.targets=all-linear"])
+    assert explain_refusal(caught.value) == "adapter.targets=all-linear: write adapter.targets=null"
+
+
 def test_an_option_of_a_sweep_that_lacks_a_key_of_the_others_starts_no_job(tmp_path: Path):
     ended = command_here("-m", "offload=layer_stream,none", "offload.slots=2", f"hydra.sweep.dir={tmp_path}")
     assert ended.returncode == 1
