@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
-from functools import cache
+from functools import cache, lru_cache
 from io import StringIO
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from tests import ROOT
+from tests.training.helpers.compositions import remember_options
 from training.config import schema
 from training.config.validation import check
 from training.run.build import build
@@ -52,6 +53,7 @@ CONF = ROOT / "conf"
 
 schema.register()
 launcher.register_launcher()
+remember_options()
 
 
 @cache
@@ -72,7 +74,7 @@ def conf_initialised() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-@cache
+@lru_cache(100)
 def _composed(overrides: tuple[str, ...]) -> DictConfig:
     with conf_initialised():
         return compose("config", list(overrides), return_hydra_config=True)
