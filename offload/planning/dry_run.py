@@ -34,16 +34,16 @@ STEPS = 2
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
-COUNTED = ("flops", "dequantised_bytes", "exchanged_bytes", *MOVED)
+COUNTED = ("flops", "memory_bytes", "exchanged_bytes", *MOVED)
 
 
 @dataclass(frozen=True)
 class Phase:
     """Operations and copies from the beginning of a forward to its end, or from there to the next forward.
 
-    `waited_for_bytes` of the bytes are copied while compute stands still. `dequantised_bytes` are read and written in
-    the device's memory to make weights of those in few bits. `exchanged_bytes` come from other devices that share the
-    homes.
+    `flops` are those of products; other operations read and write `memory_bytes` in the device's memory.
+    `waited_for_bytes` of the bytes are copied while compute stands still. `exchanged_bytes` come from other devices
+    that share the homes.
     """
 
     flops: float
@@ -52,12 +52,12 @@ class Phase:
     activation_h2d_bytes: float
     activation_d2h_bytes: float
     waited_for_bytes: float = 0.0
-    dequantised_bytes: float = 0.0
+    memory_bytes: float = 0.0
     exchanged_bytes: float = 0.0
 
-    def compute_ms(self, flops_per_s: float, device_gb_s: float) -> float:
-        """Returns the time of arithmetic, and of dequantising at `device_gb_s` GB a second."""
-        return self.flops / flops_per_s * 1e3 + self.dequantised_bytes / device_gb_s / 1e6
+    def compute_ms(self, flops_per_s: float, memory_gb_s: float) -> float:
+        """Returns the time of products, and of other operations at `memory_gb_s` GB a second."""
+        return self.flops / flops_per_s * 1e3 + self.memory_bytes / memory_gb_s / 1e6
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class _Log:
         self._readings.append(
             {
                 "flops": self._tracker.flops,
-                "dequantised_bytes": self._tracker.dequantised_bytes,
+                "memory_bytes": self._tracker.memory_bytes,
                 "exchanged_bytes": self._sharers.exchanged_bytes if self._sharers else 0.0,
                 **{key: getattr(counters, key) for key in MOVED},
             }

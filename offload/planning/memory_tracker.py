@@ -27,22 +27,21 @@ from offload.torch_private.torch_internals import (
 
 # Arguments that are compared by their value.
 PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format, type(None)})
-# Frozen weights in few bits are held in tensors of these.
-PACKED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 # The result lies in memory of the arguments, or is not known: it is computed each time.
 SHARES, UNKNOWN = "shares", "unknown"
 
 
 class Operation(NamedTuple):
-    """An operation on arguments of certain shapes: its FLOPs, None where no formula counts them, and what it returns.
+    """An operation on arguments of certain shapes: what it costs, and what it returns.
 
-    `copied_bytes` are those of a copy, None for another operation; `unpacks`: an argument holds numbers in few bits.
+    `flops` are those of a product, None for another operation, which reads and writes `memory_bytes`; `copied_bytes`
+    are those of a copy, None for another operation.
     `result` is new tensors (is it one, shapes, strides and dtypes), the argument of a number, `SHARES` or `UNKNOWN`.
     """
 
     flops: float | None
     copied_bytes: int | None
-    unpacks: bool
+    memory_bytes: int
     result: tuple[bool, list[tuple]] | int | str
 
 
@@ -133,7 +132,8 @@ def _computed(
         flops = formula(*operands, **kwargs, out_val=result)
     unchanged = key is not None and read == before and key == _key(function, args, kwargs)
     recipe = _recipe(result, given, made) if unchanged else UNKNOWN
-    found = Operation(flops, copied_bytes, any(tensor.dtype in PACKED for tensor in given), recipe)
+    product = flops is not None or copied_bytes is not None
+    found = Operation(flops, copied_bytes, 0 if product else _bytes_moved(function, given, result, made), recipe)
     if key is not None:
         _KNOWN[key] = found
     return result, made, found
@@ -163,8 +163,12 @@ def storage_of(tensor: Tensor) -> int:
 
 # torch's CUDA allocator rounds sizes to multiples of this.
 ROUNDING_BYTES = 512
-# Operations that read no element of their argument.
-EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided)
+# Operations that neither read nor write an element.
+EMPTY = tuple(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+)
+# Operations that read as many elements as they return.
+GATHERS = tuple(getattr(torch.ops.aten, name) for name in ("embedding", "gather", "index", "index_select"))
 
 
 class MemoryTracker:
@@ -173,21 +177,18 @@ class MemoryTracker:
     Counts operations on meta tensors inside `recording`, in any thread. Storages that were there before, such as
     parameters, are left out. FLOPs are those of products and convolutions. `gradient_bytes` of the live bytes are
     gradients that stay on the device (`gradient_landed`), `peak_gradient_bytes` were when the peak was reached.
-    `dequantised_bytes` are those that operations read and wrote which make a weight of one in few bits: their time is
-    that of memory, and products, which the rate of FLOPs is measured with, have no such work.
-    `spend(flops, copied_bytes, dequantised_bytes)` is called for each operation.
+    `memory_bytes` are those that other operations read and wrote, whose time is that of memory.
+    `spend(flops, copied_bytes, memory_bytes)` is called for each operation.
     """
 
-    def __init__(self, spend: Callable[[float, int, int], None] = lambda flops, copied_bytes, dequantised_bytes: None):
+    def __init__(self, spend: Callable[[float, int, int], None] = lambda flops, copied_bytes, memory_bytes: None):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
         self.peak_gradient_bytes = 0
         self.flops = 0.0
-        self.dequantised_bytes = 0
+        self.memory_bytes = 0
         self.spend = spend
-        self.unpacked: set[int] = set()
-        """storages with weights on their way from few bits to many"""
         self._landed: set[Tensor] = set()
         self._storages: dict[int, weakref.ref] = {}
         self._thread = threading.local()
@@ -209,16 +210,6 @@ class MemoryTracker:
         """Counts the FLOPs of an operation that the tracker cannot see by itself."""
         self.flops += count
         self.spend(count, 0, 0)
-
-    def add_dequantising(self, read: Sequence[Tensor], made: Tensor) -> None:
-        """Counts an operation that makes a new tensor, if it is one on the way from few bits to a weight."""
-        sources = [each for each in read if each.dtype in PACKED or storage_of(each) in self.unpacked]
-        if not sources or made.numel() < max(each.numel() for each in sources):
-            return
-        self.unpacked.add(storage_of(made))
-        nbytes = sum(map(_bytes_read, read)) + made.nbytes
-        self.dequantised_bytes += nbytes
-        self.spend(0.0, 0, nbytes)
 
     def start_step(self) -> None:
         """Starts a step: no gradient is there yet, and the peak is the bytes alive now."""
@@ -242,7 +233,6 @@ class MemoryTracker:
 
         def gone(_: object) -> None:
             del self._storages[key]
-            self.unpacked.discard(key)
             self.live_bytes -= nbytes
 
         self._storages[key] = weakref.ref(storage, gone)
@@ -266,11 +256,22 @@ class _Recording(UncompiledMode):
             tracker.add(tensor)
         if known.copied_bytes is not None:
             tracker.spend(0.0, known.copied_bytes, 0)
-        if known.flops is not None:
+        elif known.flops is not None:
             tracker.add_flops(known.flops)
-        elif len(made) == 1 and (known.unpacks or tracker.unpacked) and overload_packet(function) not in EMPTY:
-            tracker.add_dequantising(list(tensors_in((args, *kwargs.values()))), made[0])
+        elif known.memory_bytes:
+            tracker.memory_bytes += known.memory_bytes
+            tracker.spend(0.0, 0, known.memory_bytes)
         return result
+
+
+def _bytes_moved(function: Callable, given: Sequence[Tensor], result: Any, made: Sequence[Tensor]) -> int:
+    """Returns the bytes that an operation other than a product reads and writes: none where it makes a view."""
+    written = made or [tensor for tensor in given if tensor is result]
+    if not written or overload_packet(function) in EMPTY:
+        return 0
+    nbytes = sum(tensor.nbytes for tensor in written)
+    most = nbytes if overload_packet(function) in GATHERS else math.inf
+    return nbytes + sum(min(_bytes_read(tensor), most) for tensor in given)
 
 
 def _bytes_read(tensor: Tensor) -> int:

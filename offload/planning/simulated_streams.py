@@ -77,10 +77,10 @@ class Work:
 
 
 class SimulatedStreams(CheckedStreams):
-    """The stream checker's streams, on which arithmetic takes time at `flops_per_s`, and copies at `bandwidth`.
+    """The stream checker's streams, on which products take time at `flops_per_s`, and copies at `bandwidth`.
 
-    To dequantise weights takes time at `device_gb_s`, GB read and written in the device's memory in a second. A copy
-    that begins while the bus is busy the other way has the speed of two copies at once. What the device receives from
+    Other operations take time at `memory_gb_s`, GB read and written in the device's memory in a second. A copy that
+    begins while the bus is busy the other way has the speed of two copies at once. What the device receives from
     other devices comes at `links_gb_s`, and does not slow copies. The host takes no time.
     `work` is everything that the streams did since the last `start_step`.
     """
@@ -90,14 +90,14 @@ class SimulatedStreams(CheckedStreams):
         device: torch.device,
         bandwidth: Bandwidth,
         flops_per_s: float,
-        device_gb_s: float = math.inf,
+        memory_gb_s: float = math.inf,
         links_gb_s: float = math.inf,
     ):
         super().__init__(device)
         self.work: list[Work] = []
         self._bandwidth = bandwidth
         self._flops_per_s = flops_per_s
-        self._device_gb_s = device_gb_s
+        self._memory_gb_s = memory_gb_s
         self._links_gb_s = links_gb_s
         self._began_ms = 0.0
 
@@ -117,8 +117,8 @@ class SimulatedStreams(CheckedStreams):
         self._began_ms = _time(self.host)
         self.work.clear()
 
-    def spend(self, flops: float, copied_bytes: int, dequantised_bytes: int = 0) -> None:
-        """Lets the current stream compute `flops` and dequantise, or copy `copied_bytes` if it is one for copies."""
+    def spend(self, flops: float, copied_bytes: int, memory_bytes: int = 0) -> None:
+        """Lets the current stream compute, or copy `copied_bytes` if it is one for copies."""
         stream = self.compute
         stream.follow(self.host.clock)
         start_ms = _time(stream)
@@ -129,7 +129,7 @@ class SimulatedStreams(CheckedStreams):
         else:
             lane, rate = "compute", None
         if rate is None:
-            taken_ms = flops / self._flops_per_s * 1e3 + dequantised_bytes / self._device_gb_s / 1e6
+            taken_ms = flops / self._flops_per_s * 1e3 + memory_bytes / self._memory_gb_s / 1e6
         else:
             taken_ms = copied_bytes / rate / 1e6
         self._work(stream, lane, start_ms, taken_ms)
@@ -142,8 +142,12 @@ class SimulatedStreams(CheckedStreams):
 
     def _work(self, stream: CheckedStream, lane: str, start_ms: float, taken_ms: float) -> None:
         if taken_ms:
-            stream.clock[TIME] = start_ms + taken_ms
-            self.work.append(Work(lane, start_ms - self._began_ms, start_ms + taken_ms - self._began_ms))
+            stream.clock[TIME] = end_ms = start_ms + taken_ms
+            start_ms, end_ms = start_ms - self._began_ms, end_ms - self._began_ms
+            # A step has tens of thousands of operations, most of which begin where another ends.
+            if self.work and self.work[-1].lane == lane and self.work[-1].end_ms == start_ms:
+                start_ms = self.work.pop().start_ms
+            self.work.append(Work(lane, start_ms, end_ms))
 
 
 def _time(stream: CheckedStream) -> float:

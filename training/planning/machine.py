@@ -51,8 +51,10 @@ from training.weights.mapped import is_mapped, largest_file
 
 # The share of the peak of matrix products that blocks reach with all their operations: 566 of 989 TFLOP/s on an H200.
 ACHIEVED_SHARE = 0.57
-# GB/s read and written by copies within a GPU, if nothing was measured; little of a step depends on it.
+# GB/s read and written by copies within a GPU, if nothing was measured.
 DEVICE_GB_S = 1000.0
+# Of that rate, what operations other than products and copies reach: six models on an H200 (docs/log.md).
+OPERATIONS_SHARE = 0.62
 # Reads of files: pieces at a time, by as many threads as a mode has, and the bytes that are read in all.
 PIECE_BYTES = 8 * 2**20
 THREADS = 4
@@ -102,7 +104,7 @@ class Machine:
     def rates(self) -> dict[str, float]:
         """The rates of the device as the cost model names them."""
         links_gb_s = self.both_gb_s if self.links_gb_s is None else self.links_gb_s
-        return {"device_gb_s": self.device_gb_s, "links_gb_s": links_gb_s}
+        return {"memory_gb_s": OPERATIONS_SHARE * self.device_gb_s, "links_gb_s": links_gb_s}
 
     def speeds(self, dtype: torch.dtype) -> tuple[Bandwidth, float]:
         """Returns the speeds of a step in `dtype`: those of copies, and FLOP/s."""
@@ -113,8 +115,12 @@ class Machine:
         return SimulatedStreams(torch.device("meta"), *self.speeds(dtype), **self.rates)
 
     def flops_per_s(self, dtype: torch.dtype) -> float:
-        """Returns the rate of a model's blocks in `dtype`, in FLOP/s."""
-        return (self.bf16_tflops if dtype == torch.bfloat16 else self.fp32_tflops) * 1e12
+        """Returns the rate of products in `dtype`, in FLOP/s: the block that was measured did more than products."""
+        rate = (self.bf16_tflops if dtype == torch.bfloat16 else self.fp32_tflops) * 1e12
+        flops, nbytes = block_work("cpu" if self.vram_gib is None else "cuda", dtype)
+        seconds = flops / rate
+        # Not all of it, where figures that were given contradict.
+        return flops / max(seconds - nbytes / self.rates["memory_gb_s"] / 1e9, seconds / 2)
 
 
 def machine_of(components: Components) -> Machine:
@@ -304,22 +310,30 @@ def device_name(device: torch.device) -> str:
 
 def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Measures forward and backward of a Llama block, on a GPU that of a 7B model; returns FLOP/s."""
-    width, inner, heads, tokens = (4096, 11008, 32, 2048) if device.type == "cuda" else (512, 1376, 8, 256)
-
-    def made(where: torch.device | str) -> tuple[Block, Tensor]:
-        hidden = torch.randn(2, tokens, width, device=where, dtype=dtype, requires_grad=True)
-        return Block(width, inner, heads, heads, 1e-5).to(where, dtype), hidden
-
-    def step(block: Block, hidden: Tensor) -> None:
-        cos, sin = rotary_tables(tokens, block.self_attn.head_dim, 10000.0, hidden)
-        block(hidden, cos, sin).backward(torch.ones_like(hidden))
-
-    tracker, without_values, real = MemoryTracker(), made("meta"), made(device)
-    with fused_kernels(tracker.add_flops), tracker.recording():
-        step(*without_values)
-    seconds = [seconds_of(partial(step, *real), device) for _ in range(8)]
+    block, hidden = _block(device.type, device, dtype)
+    seconds = [seconds_of(partial(_step, block, hidden), device) for _ in range(8)]
     # The first three load libraries and choose kernels.
-    return tracker.flops / statistics.median(seconds[3:])
+    return block_work(device.type, dtype)[0] / statistics.median(seconds[3:])
+
+
+@cache
+def block_work(kind: str, dtype: torch.dtype) -> tuple[float, int]:
+    """Returns the FLOPs of that block, and the bytes that its operations other than products read and write."""
+    tracker, (block, hidden) = MemoryTracker(), _block(kind, "meta", dtype)
+    with fused_kernels(tracker.add_flops), tracker.recording():
+        _step(block, hidden)
+    return tracker.flops, tracker.memory_bytes
+
+
+def _block(kind: str, where: torch.device | str, dtype: torch.dtype) -> tuple[Block, Tensor]:
+    width, inner, heads, tokens = (4096, 11008, 32, 2048) if kind == "cuda" else (512, 1376, 8, 256)
+    hidden = torch.randn(2, tokens, width, device=where, dtype=dtype, requires_grad=True)
+    return Block(width, inner, heads, heads, 1e-5).to(where, dtype), hidden
+
+
+def _step(block: Block, hidden: Tensor) -> None:
+    cos, sin = rotary_tables(hidden.shape[1], block.self_attn.head_dim, 10000.0, hidden)
+    block(hidden, cos, sin).backward(torch.ones_like(hidden))
 
 
 def _device_gb_s(device: torch.device) -> float:

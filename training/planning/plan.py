@@ -143,7 +143,7 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     footprint, flops_per_s = components.footprint, machine.flops_per_s(components.dtype)
     step, timed, notes, kept_bytes = planned.run, planned.timed, list(planned.notes), 0
     if footprint.activation_budget_bytes is None:
-        share = hidden_share(step.phases, machine.bandwidth, flops_per_s, machine.device_gb_s)
+        share = hidden_share(step.phases, machine.bandwidth, flops_per_s, machine.rates["memory_gb_s"])
         everything, step = step, step.swapping(share)
         kept_bytes = step.peak_bytes - everything.peak_bytes
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")

@@ -88,13 +88,13 @@ def test_a_simulated_time_replaces_that_of_the_phases():
     assert found.phases_ms == pytest.approx((120, 200))
 
 
-def test_dequantising_takes_the_time_of_memory():
-    phases = [replace(phase(100), dequantised_bytes=20 * GB), phase(200)]
-    found = forecast(phases, BUS, 1e12, UpdateTimes(), device_gb_s=1000.0)
+def test_operations_other_than_products_take_the_time_of_memory():
+    phases = [replace(phase(100), memory_bytes=20 * GB), phase(200)]
+    found = forecast(phases, BUS, 1e12, UpdateTimes(), memory_gb_s=1000.0)
     assert found.phases_ms == pytest.approx((120, 200))
     assert found.alone_ms["compute"] == pytest.approx(320)
     assert forecast(phases, BUS, 1e12, UpdateTimes()).step_ms == pytest.approx(300)
-    out = replace(phase(80, out=8, acts=(0, 8)), dequantised_bytes=20 * GB)
+    out = replace(phase(80, out=8, acts=(0, 8)), memory_bytes=20 * GB)
     assert hidden_share([out], BUS, 1e12, 1000.0) == pytest.approx(100 / 200)
 
 

@@ -69,28 +69,32 @@ def test_gradients_that_stay_are_part_of_the_peak_once():
 
 def test_copies_are_reported_with_their_bytes():
     spent = []
-    tracker = MemoryTracker(lambda flops, copied, dequantised: spent.append((flops, copied, dequantised)))
+    tracker = MemoryTracker(lambda flops, copied, moved: spent.append((flops, copied, moved)))
     with tracker.recording():
         meta(4, 4).copy_(meta(4, 4))
     tracker.add_flops(3.0)
     assert spent == [(0.0, 64, 0), (3.0, 0, 0)]
 
 
-def test_making_a_weight_of_few_bits_reads_and_writes_memory():
+def test_operations_other_than_products_read_and_write_memory():
     spent = []
-    tracker = MemoryTracker(lambda flops, copied, dequantised: spent.append(dequantised))
+    tracker = MemoryTracker(lambda flops, copied, moved: spent.append(moved))
     packed, scale = meta(100, 10, dtype=torch.int8), meta(100, 1)
-    rows = meta(4, 10, dtype=torch.bfloat16)
+    rows, table, tokens = meta(4, 10, dtype=torch.bfloat16), meta(1000, 10), meta(3, dtype=torch.int64)
     with tracker.recording():
+        # From few bits to a weight.
         weight = (packed * scale).to(torch.bfloat16)
-        # What is smaller is no weight any more; products take their time by their FLOPs.
+        # Products take their time by their FLOPs; views and new memory take none.
         product = rows @ weight.t()
-        product + 1
-        torch.linalg.vector_norm(weight, dim=1) * 2
         torch.empty_like(packed)
-        packed.copy_(meta(100, 10, dtype=torch.int8))
-    assert [each for each in spent if each] == [1000 + 400 + 4000, 4000 + 2000]
-    assert tracker.dequantised_bytes == sum(spent)
+        meta(100, 10)
+        product.add_(1)
+        torch.linalg.vector_norm(weight, dim=1)
+        # The rows alone, and not the table.
+        torch.nn.functional.embedding(tokens, table)
+    made = [1000 + 400 + 4000, 4000 + 2000]
+    assert [each for each in spent if each] == [*made, 2 * 800, 2000 + 200, 3 * 8 + 2 * 120]
+    assert tracker.memory_bytes == sum(spent)
 
 
 def test_two_numbers_in_a_byte_are_read_once():
@@ -98,7 +102,7 @@ def test_two_numbers_in_a_byte_are_read_once():
     packed = meta(500, 1, dtype=torch.uint8)
     with tracker.recording():
         packed.expand(-1, 2).to(torch.bfloat16, memory_format=torch.contiguous_format).view(-1)
-    assert tracker.dequantised_bytes == 500 + 2000
+    assert tracker.memory_bytes == 500 + 2000
 
 
 OPERATIONS: dict[str, Callable[[Tensor], object]] = {

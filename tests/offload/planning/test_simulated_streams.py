@@ -75,10 +75,23 @@ def test_what_copies_nothing_takes_no_time(timed: SimulatedStreams):
     assert timed.step_ms == 0
 
 
-def test_dequantising_takes_the_time_of_the_devices_memory():
-    streams = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), flops_per_s=1e9, device_gb_s=10.0)
+def test_operations_that_move_bytes_take_the_time_of_the_devices_memory():
+    streams = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), flops_per_s=1e9, memory_gb_s=10.0)
     streams.spend(MB, 0, 20 * MB)
     assert streams.work == [Work("compute", 0, 3)]
+
+
+def test_work_that_begins_where_the_work_before_ends_is_one(timed: SimulatedStreams):
+    timed.spend(MB, 0)
+    timed.spend(2 * MB, 0)
+    with timed.on(timed.h2d):
+        timed.spend(0, MB)
+    timed.spend(MB, 0)
+    assert [work.lane for work in timed.work] == ["compute", "copy in", "compute"]
+    assert timed.work[0].end_ms == timed.work[2].start_ms
+    assert timed.work[0].end_ms - timed.work[0].start_ms == pytest.approx(
+        3 * (timed.work[2].end_ms - timed.work[2].start_ms)
+    )
 
 
 def test_a_step_of_a_dry_run_is_as_long_as_its_parts_allow():

@@ -15,11 +15,13 @@ from training.planning import machine as machine_module
 from training.planning.machine import (
     BOTH_SHARE,
     Machine,
+    block_work,
     disk_gb_s,
     keep,
     kept,
     kept_path,
     machine_of,
+    preset,
 )
 
 CPU = torch.device("cpu")
@@ -46,13 +48,25 @@ def test_hardware_measured_is_refused_if_nothing_was_measured():
         machine_of(components_of("hardware=measured"))
 
 
+def block_rate(machine: Machine, kind: str, dtype: torch.dtype) -> float:
+    """Returns the rate of the block that the probe measures, by the rates of its products and of its other parts."""
+    flops, nbytes = block_work(kind, dtype)
+    return flops / (flops / machine.flops_per_s(dtype) + nbytes / machine.rates["memory_gb_s"] / 1e9)
+
+
+def test_products_keep_a_share_where_figures_contradict():
+    machine = preset("h200", {"device_gb_s": 1.0})
+    assert machine.flops_per_s(torch.bfloat16) == pytest.approx(2 * 566e12)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_values_given_by_hand_replace_those_of_a_preset(precision: str):
     given = ("hardware.host_gib=1", "hardware.bus_gb_s=10", "hardware.tflops=100", f"precision={precision}")
     machine = machine_of(components_of("hardware=a100", *given))
     assert (machine.name, machine.host_gib, machine.vram_gib) == ("A100 80GB", 1, 79)
     assert (machine.h2d_gb_s, machine.d2h_gb_s, machine.both_gb_s) == (10, 10, 10 * BOTH_SHARE)
-    assert machine.flops_per_s(getattr(torch, "bfloat16" if precision == "bf16" else "float32")) == 100e12
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert block_rate(machine, "cuda", dtype) == pytest.approx(100e12)
 
 
 @pytest.mark.parametrize("hardware", ["auto", "measured"])
@@ -61,7 +75,7 @@ def test_values_that_the_probe_kept_are_used(hardware: str):
     machine = machine_of(components_of(f"hardware={hardware}", "hardware.host_gib=4"))
     assert (machine.name, machine.source) == ("this one", "kept by the probe; given: host_gib")
     assert machine.host_gib == 4.0
-    assert machine.flops_per_s(torch.float32) == 0.5e12
+    assert block_rate(machine, "cpu", torch.float32) == pytest.approx(0.5e12)
     assert (machine.bandwidth.h2d, machine.bandwidth.d2h, machine.bandwidth.both) == (10.0, 11.0, 6.0)
 
 
