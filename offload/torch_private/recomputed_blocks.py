@@ -77,6 +77,8 @@ class RandomState:
 OF_TORCH = ("_flat_weights", "_flat_weight_refs")
 # The attribute of a tensor that stands in for a parameter, in a window only.
 STANDS_FOR = "_stands_for"
+# The factors of a LoRA layer of peft, in a dictionary: diffusers changes them around a forward with a `scale`.
+SCALING = "scaling"
 MISSING = object()
 
 
@@ -85,6 +87,8 @@ class BlockAttributes:
 
     def __init__(self, block: nn.Module):
         self._found = [(vars(module), dict(vars(module)), _own(module)) for module in block.modules()]
+        factors = (found[SCALING] for _, found, _ in self._found if isinstance(found.get(SCALING), dict))
+        self._found += [(each, dict(each), {}) for each in factors]
         self._random = RandomState.of_python()
 
     @contextmanager

@@ -70,6 +70,17 @@ def test_attributes_are_those_of_forward_and_then_those_of_now():
     assert not hasattr(block, "made")
 
 
+def test_the_factors_of_adapters_are_those_of_forward_and_then_those_of_now():
+    """diffusers multiplies peft's by the `scale` of a call, and divides them behind it."""
+    block = Counts()
+    block.inner.scaling = {"default": 0.7}
+    found = BlockAttributes(block)
+    block.inner.scaling["default"] = 1.0
+    with found.in_recompute():
+        assert block.inner.scaling == {"default": 0.7}
+    assert block.inner.scaling == {"default": 1.0}
+
+
 def test_parameters_are_those_that_the_forward_had():
     block = Counts()
     weight, value = block.inner.weight, torch.zeros(2, 2, requires_grad=True) * 2
