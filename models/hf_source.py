@@ -10,6 +10,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -274,8 +275,9 @@ def one_line(error: BaseException) -> str:
 
 def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns `values` with the overrides of one configuration; `found` is what the values alone describe."""
-    # An entry a layer, which the class derives for another number of them.
+    # An entry a layer, which the class derives for another number of them, whatever a file has.
     derived = {key for key in values if key.endswith("layer_types") and "num_hidden_layers" in overrides}
+    derived |= _derived_lists(found, values) if overrides else set()
     merged = {key: value for key, value in values.items() if key not in derived}
     known = _known_keys(found)
     for given, value in overrides.items():
@@ -295,9 +297,8 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
             merged[key] = _merged(present, before, value, f"{path}{given}.")
         elif isinstance(present, dict):
             _check_type(f"{path}{given}", value, dict)
-            merged[key] = {**present, **value}
+            merged[key] = _merged_angles(present, value, f"{path}{given}") if key == ROPE else {**present, **value}
             if key == ROPE:
-                merged[key] = _merged_angles(present, value, f"{path}{given}")
                 merged.pop(OLD_ROPE, None)
         else:
             _check_type(f"{path}{given}", value, _type_of(present))
@@ -313,6 +314,17 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
         elif key == "id2label":
             merged["label2id"] = {name: int(number) for number, name in merged[key].items()}
     return merged
+
+
+def _derived_lists(found: PreTrainedConfig, values: Mapping[str, Any]) -> set[str]:
+    """Returns the keys in `values` of entries a layer, in lists as a rule, that the class makes of other values."""
+    wanted, left_out = found.to_dict(), set()
+    for key in (key for key, value in values.items() if isinstance(value, list) or key == "per_layer_config"):
+        rest = {name: value for name, value in values.items() if name not in {*left_out, key}}
+        # Some classes cannot do without.
+        with suppress(Exception):
+            left_out |= {key} if type(found).from_dict(copy.deepcopy(rest)).to_dict() == wanted else set()
+    return left_out
 
 
 def _merged_angles(present: Mapping[str, Any], value: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -94,6 +94,28 @@ class TestOverrides:
         config = find_source("qwen3", "causal_lm").config({"num_hidden_layers": 4})
         assert len(config.layer_types) == 4
 
+    @pytest.mark.parametrize(
+        ("kind", "overrides"),
+        [
+            ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+            ("smollm3", {"no_rope_layer_interval": 2}),
+            ("glm_moe_dsa", {"first_k_dense_replace": 2}),
+            ("llama4_text", {"num_hidden_layers": 4}),
+            ("gemma4_text", {"num_hidden_layers": 6}),
+        ],
+    )
+    def test_so_they_do_where_a_file_has_them_too(self, kind: str, overrides: dict, tmp_path: Path):
+        find_source(kind, "causal_lm").config().save_pretrained(tmp_path)
+        config = find_source(str(tmp_path), "causal_lm").config(overrides)
+        for part in (config, expected := find_source(kind, "causal_lm").config(overrides)):
+            part.architectures = part.dtype = None
+        assert config.to_dict() == expected.to_dict()
+
+    def test_layers_that_are_as_nothing_else_says_stay(self, tmp_path: Path):
+        layers = ["conv", "full_attention", "conv", "conv"]
+        AutoConfig.for_model("lfm2", num_hidden_layers=4, layer_types=layers).save_pretrained(tmp_path)
+        assert find_source(str(tmp_path), "causal_lm").config({"hidden_size": 64}).layer_types == layers
+
     def test_a_mapping_is_merged(self):
         config = find_source("qwen3", "causal_lm").config({"rope_parameters": {"rope_theta": 5e5}})
         assert config.rope_parameters == {"rope_theta": 5e5, "rope_type": "default"}
