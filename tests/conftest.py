@@ -49,10 +49,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     # By now nearly everything is imported. A collection that looks at all of it takes 0.3 s, and tests make hundreds;
     # young objects are looked at more rarely too.
-    gc.collect()
-    gc.freeze()
+    _leave_out_of_collections()
     gc.set_threshold(20_000)
+    # It counts them one by one, in 30 ms, and each run within this process asks whether there are any.
+    gc.get_freeze_count = lambda: 1
     _seed_no_absent_devices()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # What a file has imported and its reports stay.
+    if nextitem is not None and nextitem.path != item.path:
+        _leave_out_of_collections()
 
 
 @pytest.fixture
@@ -78,6 +86,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     import torch
 
     return 0 if torch.cuda.is_available() else None
+
+
+def _leave_out_of_collections() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def _seed_no_absent_devices() -> None:

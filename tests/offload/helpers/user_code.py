@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -43,10 +43,15 @@ DEVICE = "cpu"
 Scenario = Callable[[nn.Module, object], list[torch.Tensor | None]]
 
 
+def on_device() -> AbstractContextManager:
+    """For tensors made on the device of the scenarios. On the CPU they are; torch would look at each call, a sixth."""
+    return nullcontext() if DEVICE == "cpu" else torch.device(DEVICE)
+
+
 @contextmanager
 def under(mode, model: nn.Module) -> Iterator[Attached]:
     """Attaches `mode` to `model` on the device of the scenarios, on which tensors are made meanwhile."""
-    with models.under(mode, model, DEVICE) as attached, torch.device(DEVICE):
+    with models.under(mode, model, DEVICE) as attached, on_device():
         yield attached
 
 
@@ -127,7 +132,7 @@ def same_as_resident(make: Callable, scenario: Scenario, build: Callable[[], nn.
     """`scenario` returns the same tensors with the model attached and resident, and leaves the same state."""
     model, twin = _built(build), _built(build).to(DEVICE)
     torch.manual_seed(1)
-    with torch.device(DEVICE):
+    with on_device():
         expected = scenario(twin, NoMode)
     torch.manual_seed(1)
     mode = make()

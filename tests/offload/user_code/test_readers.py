@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.streams.stream_checker import HostOperandError
+from tests.offload.helpers import user_code
 from tests.offload.helpers.models import stack_inputs, under
-from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
+from tests.offload.helpers.user_code import EVERY_MODE, EVERY_MODE_OR_NONE, evaluate, same_as_resident, train_step
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -74,6 +75,18 @@ def test_a_parent_reads_the_weights_of_its_children(make: Callable, recompute: b
 @EVERY_MODE
 def test_a_parent_reads_in_every_mode(make: Callable):
     same_as_resident(make, three_steps, Mixers)
+
+
+@EVERY_MODE_OR_NONE
+@pytest.mark.parametrize("recompute", [False, True])
+def test_inside_a_context_of_a_device(make: Callable, recompute: bool):
+    """torch then looks at each operation of the model, the user and the mode."""
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        with torch.device(user_code.DEVICE):
+            return three_steps(model, mode)
+
+    same_as_resident(make, scenario, lambda: Mixers(recompute))
 
 
 @THESE_MODES
