@@ -6,11 +6,7 @@ Nothing is downloaded, and no code of a checkpoint is run: the classes are those
 from __future__ import annotations
 
 import copy
-import difflib
-import inspect
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +19,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from models.hf_overrides import RefusedError, check_taken, merged_values, nearest
 from models.json_files import read_object
 
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "classification"
 # The model types that have a model for each task.
 TYPES = {CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, CLASSIFICATION: MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES}
 CONFIG_FILE = "config.json"
-# Keys that this module, or the caller of the model, decides.
-DECIDED = {
-    "use_cache": "training keeps no key/value cache",
-    "return_dict": "the model's output is read by name",
-    "dtype": "the precision of the run decides the dtype",
-    "torch_dtype": "the precision of the run decides the dtype",
-    "model_type": "the source decides the architecture",
-    "quantization_config": "quantised weights cannot be trained",
-    "is_encoder_decoder": "the source decides the architecture",
-    "is_decoder": "the task decides it",
-}
 # Causal language models by transformers' account that see later tokens unless they are given masks.
 SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
 # The keys by which others do; at "vision" the tokens of an image see each other.
@@ -54,16 +40,6 @@ TAKES_NO_IMAGES = {
     "shieldgemma2": "a text with its images",
     "siglip2": "patches with their places",
 }
-# The names of keys that count something begin so.
-COUNTS = ("n_", "num_")
-# Ends of the names of keys.
-PROBABILITIES, DEVIATIONS = ("dropout", "dropout_prob", "pdrop", "layerdrop"), ("initializer_range", "init_std")
-# The angles of positions, and an older name of theirs, which transformers takes first where a file has it.
-ROPE, OLD_ROPE = "rope_parameters", "rope_scaling"
-# A key that the code of a model takes where the configuration has it.
-OPTIONAL_KEY = re.compile(r'getattr\((?:self\.)?config, "(\w+)"')
-# Names of a message.
-NAMED = 3
 # Shapes of well-known models: the model type, and its configuration.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # Qwen Team 2025, Qwen3-8B.
@@ -165,9 +141,9 @@ class Source:
         overrides = dict(overrides or {})
         try:
             found = self.config_class.from_dict(dict(self.values))
-            merged = _merged(found, self.values, overrides, "")
-            config = self.config_class.from_dict(merged)
-        except _RefusedError as refused:
+            config = self.config_class.from_dict(merged_values(found, self.values, overrides))
+            check_taken(config, overrides)
+        except RefusedError as refused:
             raise ValueError(str(refused)) from None
         # Each class refuses values in its own way; some miss a package.
         except Exception as error:
@@ -197,10 +173,6 @@ class Source:
         return config
 
 
-class _RefusedError(ValueError):
-    """An override that is refused here, with a message that is complete."""
-
-
 def find_source(source: str, task: str) -> Source:
     """Returns the architecture that `source` names.
 
@@ -226,14 +198,14 @@ def find_source(source: str, task: str) -> Source:
         values = read_object(folder / CONFIG_FILE, "download it again")
         model_type = values.get("model_type")
     else:
-        nearest = _nearest(source, [*CONFIG_MAPPING, *SHAPES])
+        close = nearest(source, [*CONFIG_MAPPING, *SHAPES])
         raise ValueError(
-            f"{source!r} is neither a model type of transformers nor a folder, nor OWNER/NAME of the Hub{nearest}"
+            f"{source!r} is neither a model type of transformers nor a folder, nor OWNER/NAME of the Hub{close}"
         )
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"{source}: model_type={model_type!r} is not an architecture of the installed transformers"
-            f"{_nearest(str(model_type), CONFIG_MAPPING)}; code of a checkpoint is not run"
+            f"{nearest(str(model_type), CONFIG_MAPPING)}; code of a checkpoint is not run"
         )
     if values.get("quantization_config"):
         raise ValueError(f"{source}: the weights are quantised (quantization_config): take those in bf16 or float32")
@@ -247,7 +219,7 @@ def find_source(source: str, task: str) -> Source:
         raise ValueError(f"{model_type} takes {TAKES_NO_IMAGES[model_type]} and not images alone: take another model")
     if model_type not in TYPES[task]:
         others = [other for other in TYPES if model_type in TYPES[other]]
-        advice = f"; it has one for model.task={others[0]}" if others else _nearest(model_type, TYPES[task])
+        advice = f"; it has one for model.task={others[0]}" if others else nearest(model_type, TYPES[task])
         raise ValueError(f"{model_type} has no model for task={task}{advice}")
     return Source(task, CONFIG_MAPPING[model_type], values, folder)
 
@@ -271,129 +243,3 @@ def one_line(error: BaseException) -> str:
     """Returns the message of an error in one line."""
     message = " ".join(str(error).split()) or type(error).__name__
     return f"there is no {message}" if isinstance(error, KeyError) else message
-
-
-def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns `values` with the overrides of one configuration; `found` is what the values alone describe."""
-    # An entry a layer, which the class derives for another number of them, whatever a file has.
-    derived = {key for key in values if key.endswith("layer_types") and "num_hidden_layers" in overrides}
-    derived |= _derived_lists(found, values) if overrides else set()
-    merged = {key: value for key, value in values.items() if key not in derived}
-    known = _known_keys(found)
-    for given, value in overrides.items():
-        if given in DECIDED:
-            raise _RefusedError(f"{path}{given}={value!r}: cannot be given, because {DECIDED[given]}")
-        if given not in known:
-            nearest = _nearest(ROPE if given == OLD_ROPE else given, known)
-            raise _RefusedError(f"{path}{given}={value!r}: {found.model_type} has no such key{nearest}")
-        # One name for each value, so that a file's hidden_size and an override's n_embd are not both there.
-        key = found.attribute_map.get(given, given)
-        for alias in (other for other, name in found.attribute_map.items() if name == key):
-            merged.pop(alias, None)
-        present = found.num_labels if key == "num_labels" else _value_of(found, key)
-        if isinstance(present, PreTrainedConfig):
-            _check_type(f"{path}{given}", value, dict)
-            before = {"model_type": present.model_type, **(values.get(key) or {})}
-            merged[key] = _merged(present, before, value, f"{path}{given}.")
-        elif isinstance(present, dict):
-            _check_type(f"{path}{given}", value, dict)
-            merged[key] = _merged_angles(present, value, f"{path}{given}") if key == ROPE else {**present, **value}
-            if key == ROPE:
-                merged.pop(OLD_ROPE, None)
-        else:
-            _check_type(f"{path}{given}", value, _type_of(present))
-            # Some classes take -1 layers as none.
-            if given.startswith(COUNTS) and isinstance(value, int) and value < 0:
-                raise _RefusedError(f"{path}{given}={value}: must be at least 0")
-            _check_range(f"{path}{given}", value)
-            merged[key] = value
-        if key == "num_labels":
-            # A file's names of classes come before the number of them.
-            merged.pop("id2label", None)
-            merged.pop("label2id", None)
-        elif key == "id2label":
-            merged["label2id"] = {name: int(number) for number, name in merged[key].items()}
-    return merged
-
-
-def _derived_lists(found: PreTrainedConfig, values: Mapping[str, Any]) -> set[str]:
-    """Returns the keys in `values` of entries a layer, in lists as a rule, that the class makes of other values."""
-    wanted, left_out = found.to_dict(), set()
-    for key in (key for key, value in values.items() if isinstance(value, list) or key == "per_layer_config"):
-        rest = {name: value for name, value in values.items() if name not in {*left_out, key}}
-        # Some classes cannot do without.
-        with suppress(Exception):
-            left_out |= {key} if type(found).from_dict(copy.deepcopy(rest)).to_dict() == wanted else set()
-    return left_out
-
-
-def _merged_angles(present: Mapping[str, Any], value: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns `present` with the override `value`: for each type of layer, where each has its own."""
-    if parts := [name for name, part in present.items() if isinstance(part, dict)]:
-        if any(name not in parts or not isinstance(part, dict) for name, part in value.items()):
-            raise _RefusedError(
-                f"{key}={value!r}: each type of layer has its own here: give {{{parts[-1]}: {{rope_type: ...}}}}, for"
-                f" any of {', '.join(parts)}"
-            )
-        return {**present, **{name: _merged_angles(present[name], value[name], f"{key}.{name}") for name in value}}
-    # The older name, of which transformers takes no notice beside the other.
-    merged = {**present, **{"rope_type" if name == "type" else name: entry for name, entry in value.items()}}
-    if merged.get("rope_type") == "default" and (unused := sorted({*merged} - {*present, "partial_rotary_factor"})):
-        raise _RefusedError(
-            f"{key}={value!r}: {', '.join(unused)} has no effect on rope_type=default: give rope_type, such as yarn"
-        )
-    return merged
-
-
-def _check_range(key: str, value: Any) -> None:
-    """Raises _RefusedError for a probability or a deviation out of range, which a forward alone would refuse."""
-    name = key.rpartition(".")[2]
-    if not isinstance(value, int | float):
-        return
-    if name.endswith(PROBABILITIES) and not 0 <= value <= 1:
-        raise _RefusedError(f"{key}={value}: must be between 0 and 1")
-    if name.endswith(DEVIATIONS) and not value >= 0:
-        raise _RefusedError(f"{key}={value}: must be at least 0")
-
-
-def _known_keys(config: PreTrainedConfig) -> set[str]:
-    # Some models read keys that their configurations do not declare: Qwen3-MoE `head_dim`.
-    files = sorted(Path(inspect.getfile(type(config))).parent.glob("modeling_*.py"))
-    read = {key for file in files for key in OPTIONAL_KEY.findall(file.read_text(encoding="utf-8"))}
-    keys = {*config.to_dict(), *config.attribute_map, *read, "num_labels"} - {"transformers_version", "architectures"}
-    return {key for key in keys if not key.startswith("_")}
-
-
-def _value_of(config: PreTrainedConfig, key: str) -> Any:
-    try:
-        return getattr(config, key, None)
-    # Some layers have another value, as Gemma 4's do of head_dim; this is the others'.
-    except RuntimeError:
-        return config.to_dict().get(key)
-
-
-def _type_of(present: Any) -> type | tuple[type, ...]:
-    """Returns what may replace a value; everything may replace None, which transformers checks itself."""
-    if isinstance(present, bool):
-        return bool
-    if isinstance(present, (int, float)):
-        # An int where a float was is fine; the class refuses a float where it wants an int.
-        return (int, float)
-    if isinstance(present, (list, tuple)):
-        # Some sizes are a number or one for each side.
-        return (list, tuple, int, float)
-    return object
-
-
-def _check_type(key: str, value: Any, wanted: type | tuple[type, ...]) -> None:
-    if value is None and wanted is not dict:
-        return
-    is_bool = isinstance(value, bool)
-    if not isinstance(value, wanted) or (is_bool and wanted not in (bool, object)):
-        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
-        raise _RefusedError(f"{key}={value!r}: must be {' or '.join(kind.__name__ for kind in kinds)}")
-
-
-def _nearest(name: str, names: Any) -> str:
-    close = difflib.get_close_matches(name, sorted(names), n=NAMED, cutoff=0.5)
-    return f"; near to it: {', '.join(close)}" if close else ""
