@@ -328,7 +328,8 @@ def block_work(kind: str, dtype: torch.dtype) -> tuple[float, int]:
 def _block(kind: str, where: torch.device | str, dtype: torch.dtype) -> tuple[Block, Tensor]:
     width, inner, heads, tokens = (4096, 11008, 32, 2048) if kind == "cuda" else (512, 1376, 8, 256)
     hidden = torch.randn(2, tokens, width, device=where, dtype=dtype, requires_grad=True)
-    return Block(width, inner, heads, heads, 1e-5).to(where, dtype), hidden
+    with torch.device(where):
+        return Block(width, inner, heads, heads, 1e-5).to(dtype), hidden
 
 
 def _step(block: Block, hidden: Tensor) -> None:

@@ -54,6 +54,13 @@ def block_rate(machine: Machine, kind: str, dtype: torch.dtype) -> float:
     return flops / (flops / machine.flops_per_s(dtype) + nbytes / machine.rates["memory_gb_s"] / 1e9)
 
 
+def test_the_work_of_a_block_is_counted_without_values():
+    """Those of its 200 M weights take two seconds, and each start on a GPU makes a plan."""
+    before = torch.get_rng_state()
+    block_work.__wrapped__("cuda", torch.bfloat16)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_products_keep_a_share_where_figures_contradict():
     machine = preset("h200", {"device_gb_s": 1.0})
     assert machine.flops_per_s(torch.bfloat16) == pytest.approx(2 * 566e12)
