@@ -138,7 +138,8 @@ def test_text_encoders_do_not_train(pictures: Path, tmp_path_factory):
         components_of(*run, "adapter.targets=['text_encoder.*']")
 
 
-def test_a_resumed_run_is_that_without_an_end(pictures: Path, tmp_path: Path, tmp_path_factory):
+def test_a_resumed_run_is_that_without_an_end(tmp_path: Path, tmp_path_factory):
+    pictures = draw_pictures(tmp_path / "pictures")
     run = (*job("sdxl", saved("sdxl", tmp_path_factory), pictures), *LORA, "steps=4")
     run_here(tmp_path / "whole", *run)
     checkpoints = tmp_path / "whole" / "checkpoints"
@@ -146,6 +147,9 @@ def test_a_resumed_run_is_that_without_an_end(pictures: Path, tmp_path: Path, tm
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[2:]
     last = "step-00000004"
     assert content(tmp_path / "resumed" / "checkpoints" / last) == content(checkpoints / last)
+    (pictures / "0.txt").write_text("another caption")
+    with pytest.raises(UserError, match="a picture, a mask or a caption has changed, or is new or gone; restore it"):
+        run_here(tmp_path / "other", *run, f"resume={checkpoints / 'step-00000002'}")
 
 
 def test_losses_are_those_of_a_loop_of_diffusers_and_peft(tmp_path: Path, tmp_path_factory):

@@ -54,7 +54,7 @@ class Checkpoint:
         `eval_sha256` is the digest of the held-out batches, None without evaluations.
         """
         if digest_of_all(dataset) != self.state.data_sha256:
-            changed = (
+            changed = getattr(dataset, "data_changed", None) or (
                 "the text has changed: dataset.files, the file of dataset.tokenizer or the release of Python is not the"
                 " same, or a template of chats has written another day"
             )

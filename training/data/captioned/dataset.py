@@ -80,6 +80,8 @@ class Captioned:
     Raises UserError if there are no pictures, or one cannot be used.
     """
 
+    data_changed = "a picture, a mask or a caption has changed, or is new or gone"
+
     def __init__(
         self,
         folder: str | Sequence[str] | Mapping[str, int] | None = None,
