@@ -190,6 +190,7 @@ def measured_in_short(components: Components) -> dict[str, str | float]:
         values["vram_gib"] = vram_bytes(device) / GIB
         with acquired(device) as streams:
             bus = measured_bandwidth(streams)
+        values["device_gb_s"] = _device_gb_s(device)
     return values | {"h2d_gb_s": bus.h2d, "d2h_gb_s": bus.d2h, "both_gb_s": bus.both}
 
 
@@ -339,7 +340,8 @@ def _step(block: Block, hidden: Tensor) -> None:
 
 def _device_gb_s(device: torch.device) -> float:
     """Returns the GB that a copy within the device reads and writes in a second."""
-    source = torch.zeros(GIB, dtype=torch.uint8, device=device)
+    # Several times what its caches hold.
+    source = torch.zeros(GIB // 4, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = [seconds_of(partial(target.copy_, source), device) for _ in range(6)]
     return 2 * source.nbytes / statistics.median(seconds) / 1e9

@@ -21,7 +21,7 @@ from training.planning.dry_step import examples_of_microbatch, sample_bytes
 from training.planning.machine import RATED_UPDATE_BYTES, Machine
 from training.planning.report import RunPlan
 from training.profiling.hardware import rss_gib
-from training.settle.components import STATES_OF_SPARE, Components, trained_parameters
+from training.settle.components import Components, trained_parameters
 
 # Bytes of device memory that an update reads and writes for each parameter: of float32 ones, each operand once; of
 # bfloat16 ones with moments in 8 bits, by torch's operations, through float32 scratch.
@@ -61,8 +61,10 @@ class PlannedUpdate:
         wanted = config.optimizer.get("device_share", 0)
         # Where ranks share states, each has its slices on its device; a checkpoint brings all to the host.
         ranks = ranks_of_host(config) if components.shares_homes else 1
-        room = (spare_bytes - resident_states) * STATES_OF_SPARE
-        room = room if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)
+        if wanted == "auto":
+            room = components.room_for_states(spare_bytes - resident_states)
+        else:
+            room = parse_bytes("optimizer.device_share", wanted)
         sizes = [_count(unit) for unit in plan.trained]
         each = (HostAdamW.planned_bytes(unit, form, placed=True) // ranks for unit in plan.trained)
         totals = list(itertools.accumulate(each))

@@ -24,7 +24,7 @@ from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_g
 from training.run.prepare import PreparedRun, prepare
 from training.run.reference_model import AttachedModels, attached_models
 from training.runs.invocation import Invocation
-from training.settle.components import STATES_OF_SPARE, Components, acquired, trained_parameters
+from training.settle.components import Components, acquired, trained_parameters
 from training.weights.averages import Averages
 from training.weights.filling import fill_buffers, fill_parameters
 
@@ -163,7 +163,7 @@ def place_states_in_spare_vram(job: RankJob) -> None:
     if job.optimizer.device_share != "auto" or asked is None or device.type != "cuda":
         return
     spare = min(parse_bytes("vram_budget", asked), vram_bytes(device)) - vram_peak_gib(device) * GIB
-    job.attached.trained.place_states(max(int(spare * STATES_OF_SPARE), 0))
+    job.attached.trained.place_states(components.room_for_states(spare))
 
 
 def build_tracker(config: DictConfig, invocation: Invocation, hardware: dict, resume_id: str | None = None) -> Tracker:

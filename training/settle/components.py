@@ -55,9 +55,9 @@ from training.weights.source import local_source
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 
 FLEX = "flex_attention"
-# The share of spare device memory that optimizer states may take: their gradients stay there too, and the allocator
-# needs room.
-STATES_OF_SPARE = 0.8
+# The shares of spare device memory that optimizer states may take, and that these may take with their gradients: the
+# allocator needs room.
+STATES_OF_SPARE, FILLED_OF_SPARE = 0.8, 0.95
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,22 @@ class Components:
         """Has the optimizer's kernel of the host made beside what comes next: the plan, the allocation of memory."""
         if self.updates_overlap:
             HostAdamW.begin_compiling(self.state_format)
+
+    def room_for_states(self, spare_bytes: float) -> int:
+        """Returns how many of the `spare_bytes` of the device may be states of what streams.
+
+        Their gradients must fit beside them until the update: all of them, or those of one unit where updates begin
+        early.
+        """
+        states = sum(HostAdamW.planned_bytes(unit, self.state_format, placed=True) for unit in self.footprint.trained)
+        gradients = [sum(parameter.nbytes for parameter in unit) for unit in self.footprint.trained]
+        filled = FILLED_OF_SPARE * spare_bytes
+        if self.updates_begin_early:
+            ranks = ranks_of_host(self.config) if self.shares_homes else 1
+            beside_gradients = filled - max(gradients, default=0) // ranks
+        else:
+            beside_gradients = filled * states / max(states + sum(gradients), 1)
+        return max(int(min(STATES_OF_SPARE * spare_bytes, beside_gradients)), 0)
 
     @property
     def updates_begin_early(self) -> bool:

@@ -175,7 +175,7 @@ def test_updates_leave_cores_of_the_ranks_unless_a_number_is_given(
 @pytest.mark.parametrize(
     ("device", "share", "budget", "placed"),
     [
-        # 0.8 of what the first step leaves of the smaller one of budget and GPU.
+        # The room in what the first step leaves of the smaller one of budget and GPU.
         ("cuda", "auto", "3GiB", [int(2 * GIB * STATES_OF_SPARE)]),
         ("cuda", "auto", "9GiB", [int(7 * GIB * STATES_OF_SPARE)]),
         ("cuda", "auto", "512MiB", [0]),
@@ -189,8 +189,14 @@ def test_states_go_where_the_first_step_left_room(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build_module, "vram_bytes", lambda device: 8 * GIB)
     monkeypatch.setattr(build_module, "vram_peak_gib", lambda device: 1.0 if device.type == "cuda" else 0.0)
     seen: list[int] = []
+    # Updates begin early, and gradients take next to nothing.
+    components = components_of(*JOB, "clip_norm=null")
     job = SimpleNamespace(
-        components=SimpleNamespace(device=torch.device(device), config=SimpleNamespace(vram_budget=budget)),
+        components=SimpleNamespace(
+            device=torch.device(device),
+            config=SimpleNamespace(vram_budget=budget),
+            room_for_states=components.room_for_states,
+        ),
         attached=SimpleNamespace(trained=SimpleNamespace(place_states=seen.append)),
         optimizer=SimpleNamespace(device_share=share),
     )

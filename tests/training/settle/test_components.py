@@ -17,6 +17,7 @@ from training.config.modes import mode_options
 from training.errors import UserError
 from training.optim import AdamW
 from training.planning.dry_step import dry_step
+from training.planning.memory import PlannedUpdate
 from training.runs.records import read_metrics
 from training.settle.components import Components, acquired, attached
 
@@ -147,3 +148,23 @@ def test_streams_are_released_after_an_error():
 def test_an_attention_without_backward_on_a_cpu_is_refused():
     with pytest.raises(UserError, match=r"^model\.attention=flex_attention: torch has no backward of it on a CPU"):
         components_of("model=hf", "model.source=qwen3", "model.attention=flex_attention", "offload=none")
+
+
+@pytest.mark.parametrize("clip_norm", [1, "null"])
+@pytest.mark.parametrize(("master", "state_dtype"), [("compact", "fp32"), ("compact", "int8"), ("stochastic", "int8")])
+def test_states_and_their_gradients_fit_in_spare_memory(clip_norm, master: str, state_dtype: str):
+    keys = (f"optimizer.master={master}", f"optimizer.state_dtype={state_dtype}", f"clip_norm={clip_norm}")
+    sizes = ("model.num_hidden_layers=24", "model.hidden_size=64", "precision=bf16", "optimizer=host_adamw")
+    components = components_under("layer_stream", *sizes, *keys, "optimizer.device_share=auto")
+    trained = components.footprint.trained
+    assert components.updates_begin_early == (clip_norm == "null")
+    most = sum(HostAdamW.planned_bytes(unit, components.state_format, placed=True) for unit in trained)
+    resident = HostAdamW.planned_bytes(components.footprint.resident, components.state_format)
+    of_unit = max(sum(parameter.nbytes for parameter in unit) for unit in trained)
+    for spare in (0, of_unit // 2, 3 * of_unit, most // 2, most):
+        update = PlannedUpdate.of(components, spare + resident)
+        streamed = update.device_bytes - resident
+        beside = of_unit if clip_norm == "null" and streamed else update.placed_gradient_bytes
+        assert streamed + beside <= spare
+    # Most of the room is used, and not all: the allocator needs some.
+    assert 0.4 * most < components.room_for_states(most) <= 0.8 * most
