@@ -41,6 +41,8 @@ from models.safetensors_files import StoredTensor
 
 # transformers chooses the attention backend.
 AUTO = "auto"
+# What the models that have an auxiliary loss of experts call its weight; the second is JetMoE's.
+BALANCES = ("router_aux_loss_coef", "aux_loss_coef")
 # MiniMax takes a class of its own; with a cache the others compute other logits than without (Moshi beyond its window).
 WITH_OTHER_CACHES = ("minimax", "moshi", "prophetnet")
 
@@ -131,6 +133,12 @@ class CausalLanguageModel(TransformersModel):
         self.vocab_size = min(model.get_input_embeddings().num_embeddings, _predicted_tokens(model))
         self.most_positions, self.most_packed = most_positions(model), most_packed(model)
         self._plain_head = use_plain_head(model)
+        self._balance = next((getattr(model, name) for name in BALANCES if hasattr(model, name)), None)
+        if self.balances_experts and self._balance is None:
+            raise ValueError(
+                f"output_router_logits=true: {model.config.model_type} has no auxiliary loss of experts: leave it out"
+                " of model.overrides, or give false there"
+            )
         if self.balances_experts and getattr(model.base_model, "_can_record_outputs", None):
             # Else each forward of a plan would add hooks, and a run have its experts' logits several times.
             maybe_install_capturing_hooks(model.base_model)
@@ -197,7 +205,7 @@ class CausalLanguageModel(TransformersModel):
         loss = cross_entropy(output.logits, labels, mean)
         auxiliary = output.get("aux_loss") if mean else None
         if auxiliary is not None:
-            loss = loss + self.hf.router_aux_loss_coef * auxiliary.to(loss.device)
+            loss = loss + self._balance * auxiliary.to(loss.device)
         return loss
 
 

@@ -215,6 +215,25 @@ def test_tokens_that_the_head_cannot_predict_are_no_part_of_the_vocabulary():
     assert model.vocab_size == VOCABULARY
 
 
+def test_a_weight_of_the_auxiliary_loss_under_another_name_counts():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 4, "vocab_size": 40}
+    sizes |= {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "aux_loss_coef": 0.5}
+    model = build_hf("jetmoe", "causal_lm", sizes | {"output_router_logits": True})
+    ids = torch.arange(12).view(2, 6)
+    output = model.hf(input_ids=ids, labels=ids)
+    labels = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
+    torch.testing.assert_close(model(ids, labels), output.loss)
+    assert output.aux_loss > 0
+
+
+def test_an_auxiliary_loss_that_transformers_lacks_is_refused():
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=r"^output_router_logits=true: glm4_moe has no auxiliary"),
+    ):
+        build_hf("glm4_moe", "causal_lm", {"output_router_logits": True, "num_hidden_layers": 2})
+
+
 def test_experts_are_balanced_by_their_logits_once_after_forwards_of_a_plan():
     model = tiny("mixtral_balanced")
     arguments = batch("mixtral_balanced")

@@ -154,3 +154,5 @@ def test_the_auxiliary_loss_that_trl_adds_is_named(keys: tuple[str, ...], expect
     note = experts_note(components_of("model=mixtral_small", "hardware=h200", *keys))
     assert (expected in note) if expected else note is None
     assert experts_note(components_of(*SMALL_MODEL)) is None
+    without = ("model=hf", "model.source=llama4_text", "model.overrides={num_hidden_layers: 1}")
+    assert experts_note(components_of(*without, "hardware=h200", "dataset=synthetic")) is None
