@@ -205,11 +205,15 @@ class Recorder:
     def given(self, asked: Asked, *, steps: int, guidance: float | None, **others: Any) -> dict[str, Any]:
         """Returns the arguments of the pipeline's call: those of these that it takes."""
         *frames, height, width = asked.size
+        count = frames[0] if frames else 1
         values = {
             "prompt": list(asked.prompts),
             "height": height,
             "width": width,
-            "num_frames": frames[0] if frames else 1,
+            # By the names of most, of Sana and of Latte.
+            "num_frames": count,
+            "frames": count,
+            "video_length": count,
             "num_inference_steps": steps,
             "guidance_scale": guidance,
             # Else PixArt would take another size than the picture's.

@@ -11,15 +11,15 @@ from models.json_files import read_object
 from models.pipelines.encoded import INDEX
 from models.quiet_imports import without_remarks
 
-# The argument of a pipeline for the number of frames, and those for their rate.
-COUNT, RATES = "num_frames", ("frame_rate", "fps")
+# The arguments of pipelines for the number of frames (the others of Sana and Latte), and for their rate.
+COUNTS, RATES = ("num_frames", "frames", "video_length"), ("frame_rate", "fps")
 # That for the part of a picture, which SDXL tells its network.
 CROP = "crops_coords_top_left"
 
 
 def check_makes_videos(folder: Path) -> None:
     """Raises ValueError in one line if the pipeline in `folder` makes pictures alone."""
-    if COUNT not in called_with(folder):
+    if not called_with(folder).keys() & {*COUNTS}:
         raise ValueError(f"{_class_name(folder)} makes pictures and no videos")
 
 

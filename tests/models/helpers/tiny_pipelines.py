@@ -257,6 +257,26 @@ def krea_2() -> DiffusionPipeline:
     )
 
 
+def sana_video() -> DiffusionPipeline:
+    """It counts frames by another name than others."""
+    transformer = diffusers.SanaVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1,
+        num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=8,
+        sample_size=8, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
+    )  # fmt: skip
+    text = transformers.Gemma2Config(
+        vocab_size=600, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=4,
+    )  # fmt: skip
+    return diffusers.SanaVideoPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=8.0),
+        vae=wan().vae,
+        text_encoder=transformers.Gemma2Model(text).eval(),
+        tokenizer=qwen_tokenizer(),
+        transformer=transformer,
+    )
+
+
 PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
     made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx, stable_diffusion, chroma, z_image)
 }
@@ -265,7 +285,7 @@ PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
 def made(name: str) -> DiffusionPipeline:
     """Returns a tiny pipeline; its values are the same each time."""
     torch.manual_seed(0)
-    return (PIPELINES | {"krea_2": krea_2})[name]()
+    return (PIPELINES | {"krea_2": krea_2, "sana_video": sana_video})[name]()
 
 
 def network_of(pipeline: DiffusionPipeline) -> nn.Module:

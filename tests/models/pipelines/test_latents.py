@@ -17,7 +17,10 @@ SIZE = (32, 64)
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, SIZE) for name in (*PIPELINES, "krea_2")), *((name, (9, *SIZE)) for name in ("wan", "ltx"))],
+    [
+        *((name, SIZE) for name in (*PIPELINES, "krea_2")),
+        *((name, (9, *SIZE)) for name in ("wan", "ltx", "sana_video")),
+    ],
 )
 def test_the_pipeline_decodes_what_was_encoded(name: str, size: tuple[int, ...]):
     pipeline = made(name)

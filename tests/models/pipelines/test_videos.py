@@ -18,7 +18,10 @@ def folder_of(tmp_path: Path, name: str) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "rate"),
-    [("WanPipeline", None), ("LTXPipeline", 25), ("HunyuanVideoPipeline", None), ("MochiPipeline", None)],
+    [
+        *(("WanPipeline", None), ("LTXPipeline", 25), ("HunyuanVideoPipeline", None), ("MochiPipeline", None)),
+        *(("SanaVideoPipeline", None), ("LattePipeline", None)),
+    ],
 )
 def test_a_pipeline_of_videos_has_its_rate(tmp_path: Path, name: str, rate: float | None):
     folder = folder_of(tmp_path, name)
