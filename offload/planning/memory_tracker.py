@@ -163,9 +163,10 @@ def storage_of(tensor: Tensor) -> int:
 
 # torch's CUDA allocator rounds sizes to multiples of this.
 ROUNDING_BYTES = 512
-# Operations that neither read nor write an element.
-EMPTY = tuple(
-    getattr(torch.ops.aten, name) for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+# Operations that neither read nor write an element, and `fill_`, by which the stream checker poisons freed slots.
+FREE = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "fill_")
 )
 # Operations that read as many elements as they return.
 GATHERS = tuple(getattr(torch.ops.aten, name) for name in ("embedding", "gather", "index", "index_select"))
@@ -267,7 +268,7 @@ class _Recording(UncompiledMode):
 def _bytes_moved(function: Callable, given: Sequence[Tensor], result: Any, made: Sequence[Tensor]) -> int:
     """Returns the bytes that an operation other than a product reads and writes: none where it makes a view."""
     written = made or [tensor for tensor in given if tensor is result]
-    if not written or overload_packet(function) in EMPTY:
+    if not written or overload_packet(function) in FREE:
         return 0
     nbytes = sum(tensor.nbytes for tensor in written)
     most = nbytes if overload_packet(function) in GATHERS else math.inf

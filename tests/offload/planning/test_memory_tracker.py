@@ -87,7 +87,7 @@ def test_operations_other_than_products_read_and_write_memory():
         # Products take their time by their FLOPs; views and new memory take none.
         product = rows @ weight.t()
         torch.empty_like(packed)
-        meta(100, 10)
+        meta(100, 10).fill_(1)
         product.add_(1)
         torch.linalg.vector_norm(weight, dim=1)
         # The rows alone, and not the table.
