@@ -82,6 +82,8 @@ class OfMessages(ABC):
                 f"{f': {left_out}' if left_out else ', which are held out'}: give more {self.noun}s, a larger seq_len,"
                 " or dataset.too_long=truncate"
             )
+        for column, key in self._columns.unseen.items():
+            raise UserError(f"dataset.columns.{key}={column}: no row has this column: name one that is there, or none")
         if eval_files is not None:
             self._held_out = np.arange(len(self._trained), len(self._tokens))
             if not len(self._held_out):

@@ -40,6 +40,13 @@ def test_answers_and_their_ends_are_trained_on(files: str) -> None:
         assert labels[length:].eq(-100).all()
 
 
+def test_a_column_that_no_row_has_is_refused(files: str, write) -> None:
+    with pytest.raises(UserError, match=r"^dataset\.columns\.system=sysprompt: no row has this column: name one"):
+        chats(files, columns={"system": "sysprompt"})
+    other = write("other.jsonl", json.dumps(row(40) | {"sysprompt": "Count."}))
+    assert chats([files, other], columns={"system": "sysprompt", "tools": None}).num_blocks == 41
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_held_out_is_not_trained_on(files: str, packed: bool) -> None:
     assert chats(files, packed=packed).eval_batches(8) == []
