@@ -110,6 +110,12 @@ def test_a_model_of_images_learns_images(tmp_path: Path) -> None:
     assert torch.equal(weights(torch.arange(1000)), snr.clamp(max=2))
 
 
+def test_the_largest_gamma_is_the_weight_of_train_unconditional(tmp_path: Path) -> None:
+    weights = fitted(tmp_path, "DDPMScheduler", {"prediction_type": "sample"}, snr_gamma=1_000_000)._weight
+    alphas = diffusers.DDPMScheduler().alphas_cumprod
+    torch.testing.assert_close(weights(torch.arange(1000)), alphas / (1 - alphas), rtol=1e-4, atol=0)
+
+
 def test_noise_without_signal_has_a_weight(tmp_path: Path) -> None:
     task = fitted(tmp_path, "DDIMScheduler", {**ZERO_SNR, "prediction_type": "epsilon"}, snr_gamma=5.0)
     assert task._weight(torch.tensor([999, 0])).tolist()[0] == 1
