@@ -4,9 +4,11 @@ Weights that were loaded and quantised are left in a file beside `model.weights`
 next run reads in their place.
 """
 
+import fnmatch
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ def quantise_blocks(model: nn.Module, config: DictConfig, dtype: torch.dtype) ->
     """Replaces the matrices in the blocks of `model`, on the meta device, by quantised ones, as config.quantize says.
 
     Only matrices of `dtype` are replaced: what a library keeps in float32 stays in float32. Raises UserError if no
-    layer is chosen, nothing is left to train, or a package is missing.
+    layer is chosen, a pattern matches none, nothing is left to train, or a package is missing.
     """
     if not quantises(config):
         return
@@ -42,6 +44,14 @@ def quantise_blocks(model: nn.Module, config: DictConfig, dtype: torch.dtype) ->
         raise UserError(
             f"{chosen}: no linear layer of the model's blocks is chosen ({patterns}): quantize=none, or others"
         )
+    known = {name.removesuffix(".weight") for name, _ in chain(model.named_modules(), model.named_parameters())}
+    for key in ("include", "exclude"):
+        for pattern in config.quantize[key] or ():
+            if not fnmatch.filter(known, pattern):
+                raise UserError(
+                    f"quantize.{key}={pattern}: matches no layer: give a whole name, such as"
+                    f" {names[0].removesuffix('.weight')}, or a pattern for whole names, such as '*.mlp.*'"
+                )
     with as_user_error(f"{chosen}: "):
         format.check_package()
     quantise(model, names, format)

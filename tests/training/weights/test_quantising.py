@@ -109,6 +109,10 @@ def test_layers_are_chosen_by_patterns():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ("quantize=int8", "quantize.exclude=[down_proj]"),
+            r"^quantize.exclude=down_proj: matches no layer: give a whole",
+        ),
         (("quantize=int8", "quantize.include=[nothing]"), r"^quantize=int8: no linear layer .*include=\['nothing'\]"),
         (("quantize=int4", "quantize.group=3"), r"^quantize\.group=3: must be even"),
     ],
