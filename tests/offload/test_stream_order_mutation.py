@@ -56,13 +56,19 @@ BETWEEN = ("streams/transfer.py", "streams/registry.py", "optimizer/worker.py", 
 OWN = ("DeferredFrees", "StashedTensors", "DeviceStates")
 
 
+@functools.cache
+def _name_of(file: str) -> str | None:
+    """Returns the path of a file of the engine."""
+    path = Path(file)
+    return path.relative_to(ENGINE).as_posix() if ENGINE in path.parents else None
+
+
 def _site() -> str:
     """Returns the engine's line that made the call; in files that act for a caller, also the caller's line."""
     frame, lines = sys._getframe(2), []
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if ENGINE in path.parents and path.name != "stream_checker.py":
-            name = path.relative_to(ENGINE).as_posix()
+        name = _name_of(frame.f_code.co_filename)
+        if name is not None and not name.endswith("/stream_checker.py"):
             lines.append(f"{name}:{frame.f_lineno}")
             if name not in BETWEEN or frame.f_code.co_qualname.startswith(OWN):
                 break
