@@ -213,7 +213,8 @@ class Captioned:
     def cropped(self, picture: CaptionedPicture, view: View) -> Cropped:
         """Returns the pixels of a picture, as they are encoded."""
         options = {"ground": self._ground, "alpha_mask": self._masked, "fps": self._fps}
-        return cropped(picture, flip=view.flip, variation=self._variation(picture, view), **options)
+        read = picture if self._masked else replace(picture, mask_path=None)
+        return cropped(read, flip=view.flip, variation=self._variation(picture, view), **options)
 
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU, a pure function of seed and index."""

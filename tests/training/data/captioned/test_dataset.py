@@ -167,6 +167,16 @@ def test_a_mask_is_that_of_the_picture_in_latents(pipeline: Path, tmp_path: Path
     assert (found[..., half + 1 :] == 0).all()
 
 
+def test_a_mask_that_is_not_asked_for_is_not_read(pipeline: Path, tmp_path: Path):
+    folder = draw_pictures(tmp_path / "a", count=1)
+    # With dataset.masked it would leave nothing to train on.
+    Image.new("L", (96, 48), 0).save(folder / "0-mask.png")
+    dataset = dataset_of(pipeline, folder, "dataset.crops=2", "batch_size=1")
+    assert LOSS_MASK not in dataset.batch(0)
+    (picture,) = dataset._pictures
+    assert dataset.cropped(picture, View(False, 1)).crop == dataset._asked(picture, View(False, 1)).crop
+
+
 def test_held_out_pictures_are_in_no_batch(pipeline: Path, tmp_path: Path):
     dataset = dataset_of(pipeline, draw_pictures(tmp_path / "a"), "dataset.eval_share=0.34", "batch_size=1")
     held = {picture.path for picture in dataset._held_out}
