@@ -46,7 +46,7 @@ def h200() -> Machine:
 
 @pytest.fixture
 def timed(h200: Machine) -> SimulatedStreams:
-    return SimulatedStreams(torch.device("meta"), h200.bandwidth, h200.flops_per_s(torch.bfloat16))
+    return h200.simulated(torch.bfloat16)
 
 
 def dry_run_of(
@@ -75,7 +75,7 @@ def test_forward_and_backward(h200: Machine, timed, spec, sequences, recomputes,
     assert found.total("h2d_bytes") / GB == pytest.approx(gb_in, rel=0.1)
     assert found.total("d2h_bytes") / GB == pytest.approx(gb_out, rel=0.1)
     in_time, by_phase = (
-        forecast(found.phases, h200.bandwidth, h200.flops_per_s(torch.bfloat16), UpdateTimes(), known_ms)
+        forecast(found.phases, *h200.speeds(torch.bfloat16), UpdateTimes(), known_ms, **h200.rates)
         for known_ms in (timed.step_ms, None)
     )
     assert by_phase.step_ms == pytest.approx(ms, rel=0.15)
@@ -88,18 +88,18 @@ def test_full_steps(h200: Machine):
     host_ms = 3.24e9 / (h200.update_gparams_s * 1e9) * 1e3
     for begins, ms in FULL_STEPS:
         update = UpdateTimes(host_ms=host_ms, begins=begins)
-        predicted = forecast(found.phases, h200.bandwidth, h200.flops_per_s(torch.bfloat16), update)
+        predicted = forecast(found.phases, *h200.speeds(torch.bfloat16), update, **h200.rates)
         assert predicted.step_ms == pytest.approx(ms, rel=0.15), begins
 
 
 @pytest.mark.slow
 def test_a_budget_that_finds_itself(h200: Machine):
     resident_bytes, found = dry_run_of("tensor_swap:budget=auto", 8, False)
-    flops_per_s = h200.flops_per_s(torch.bfloat16)
-    found = found.swapping(hidden_share(found.phases, h200.bandwidth, flops_per_s))
+    speeds, rates = h200.speeds(torch.bfloat16), h200.rates
+    found = found.swapping(hidden_share(found.phases, *speeds, rates["memory_gb_s"]))
     assert found.total("activation_d2h_bytes") / GB == pytest.approx(20.9, rel=0.1)
     assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(72.7, rel=0.1)
-    assert forecast(found.phases, h200.bandwidth, flops_per_s, UpdateTimes()).step_ms == pytest.approx(1187, rel=0.15)
+    assert forecast(found.phases, *speeds, UpdateTimes(), **rates).step_ms == pytest.approx(1187, rel=0.15)
 
 
 @pytest.mark.parametrize(
