@@ -191,6 +191,7 @@ def measured_in_short(components: Components) -> dict[str, str | float]:
         with acquired(device) as streams:
             bus = measured_bandwidth(streams)
         values["device_gb_s"] = _device_gb_s(device)
+        torch.cuda.empty_cache()
     return values | {"h2d_gb_s": bus.h2d, "d2h_gb_s": bus.d2h, "both_gb_s": bus.both}
 
 

@@ -241,6 +241,7 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
         # Products of about ten milliseconds hide the cost of their launch, and there is time for several.
         if seconds < 0.01 and size < 8192:
             size *= 2
+    del matrix
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return best

@@ -166,3 +166,13 @@ def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
     assert plan.returncode == 0, plan.stderr
     assert f"{values['name']} (kept by the probe)" in plan.stdout
     assert "no GPU here" in plan.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_that_is_measured_in_short_has_the_rate_of_its_memory_and_keeps_none():
+    components = components_of("offload=none", "hardware=auto", device="cuda")
+    reserved_bytes = torch.cuda.memory_reserved()
+    assert machine_module.measured_in_short(components)["device_gb_s"] > 100
+    # cuBLAS retains a workspace of some MiB.
+    assert torch.cuda.memory_reserved() <= reserved_bytes + 64 * 2**20
