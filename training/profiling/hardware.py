@@ -232,15 +232,17 @@ def datasheet_flops(gpu_name: str, dtype: torch.dtype) -> float | None:
 
 @torch.inference_mode()
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    best, size, deadline = 0.0, 256, time.perf_counter() + 0.12
-    while best == 0.0 or time.perf_counter() < deadline:
+    best, seconds, size = 0.0, 0.0, 128
+    # Products of about ten milliseconds hide the cost of their launch, and there is time for several.
+    while seconds < 0.01 and size < 8192:
+        size *= 2
         matrix = torch.ones(size, size, device=device, dtype=dtype)
-        # The first product also loads the library.
-        seconds = min(seconds_of(functools.partial(torch.mm, matrix, matrix), device) for _ in range(1 if best else 2))
+        # The first one of a size may load the library and a kernel, which may take seconds.
+        seconds = min(seconds_of(functools.partial(torch.mm, matrix, matrix), device) for _ in range(2))
         best = max(best, 2 * size**3 / seconds)
-        # Products of about ten milliseconds hide the cost of their launch, and there is time for several.
-        if seconds < 0.01 and size < 8192:
-            size *= 2
+    deadline = time.perf_counter() + 0.1
+    while time.perf_counter() < deadline:
+        best = max(best, 2 * size**3 / seconds_of(functools.partial(torch.mm, matrix, matrix), device))
     del matrix
     if device.type == "cuda":
         torch.cuda.empty_cache()

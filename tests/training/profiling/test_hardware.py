@@ -1,5 +1,6 @@
 """The chosen device, the facts that are recorded about it, and its peak rates."""
 
+import functools
 import json
 import mmap
 import os
@@ -195,6 +196,23 @@ def test_the_gpu_is_described_and_its_peaks_are_counted():
     torch.cuda.empty_cache()
     hardware.reset_peaks(device)
     assert hardware.vram_peak_gib(device) == pytest.approx(start_gib, abs=0.01)
+
+
+def test_a_library_that_loads_with_the_first_product_of_a_size_slows_no_rate(monkeypatch: pytest.MonkeyPatch):
+    loaded: set[int] = set()
+    now = [0.0]
+
+    def seconds_of(call: functools.partial, device: torch.device) -> float:
+        size = len(call.args[0])
+        # A launch takes a millisecond.
+        seconds = 2 * size**3 / 1e11 + 1e-3 if size in loaded else 5.0
+        loaded.add(size)
+        now[0] += seconds
+        return seconds
+
+    monkeypatch.setattr(hardware, "seconds_of", seconds_of)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: now[0])
+    assert hardware._measured_flops(torch.device("cpu"), torch.float32) == pytest.approx(1e11, rel=0.1)
 
 
 @pytest.mark.gpu
