@@ -133,7 +133,7 @@ class CausalLanguageModel(TransformersModel):
         self.vocab_size = min(model.get_input_embeddings().num_embeddings, _predicted_tokens(model))
         self.most_positions, self.most_packed = most_positions(model), most_packed(model)
         self._plain_head = use_plain_head(model)
-        self._balance = next((getattr(model, name) for name in BALANCES if hasattr(model, name)), None)
+        self._balance = next((name for name in BALANCES if hasattr(model, name)), None)
         if self.balances_experts and self._balance is None:
             raise ValueError(
                 f"output_router_logits=true: {model.config.model_type} has no auxiliary loss of experts: leave it out"
@@ -205,7 +205,7 @@ class CausalLanguageModel(TransformersModel):
         loss = cross_entropy(output.logits, labels, mean)
         auxiliary = output.get("aux_loss") if mean else None
         if auxiliary is not None:
-            loss = loss + self._balance * auxiliary.to(loss.device)
+            loss = loss + getattr(self.hf, self._balance) * auxiliary.to(loss.device)
         return loss
 
 

@@ -18,6 +18,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+_file_before: dict[str, Path] = {}
+
+
 def pytest_configure() -> None:
     # A process that was started in the background, as by a CI runner, ignores Ctrl-C (under nohup also SIGHUP). The
     # programs that tests start to interrupt them would inherit that.
@@ -67,10 +70,12 @@ def pytest_collection_finish() -> None:
     _seed_no_absent_devices()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    # What a file has imported and its reports stay.
-    if nextitem is not None and nextitem.path != item.path:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # What the file before has imported and its reports stay. Not in its teardown: the values of fixtures of its last
+    # test are still there then, and threads of optimizers among them would never end.
+    if item.path != _file_before.setdefault("path", item.path):
+        _file_before["path"] = item.path
         _leave_out_of_collections()
 
 

@@ -32,6 +32,7 @@ from offload.planning import (
     measure_bandwidth,
     measure_update_rate,
     usable_cores,
+    without_compiler,
 )
 from training.config.cards import PRESETS
 from training.errors import UserError
@@ -319,6 +320,7 @@ def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 @cache
+@without_compiler
 def block_work(kind: str, dtype: torch.dtype) -> tuple[float, int]:
     """Returns the FLOPs of that block, and the bytes that its operations other than products read and write."""
     tracker, (block, hidden) = MemoryTracker(), _block(kind, "meta", dtype)
