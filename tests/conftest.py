@@ -18,9 +18,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-_file_before: dict[str, Path] = {}
-
-
 def pytest_configure() -> None:
     # A process that was started in the background, as by a CI runner, ignores Ctrl-C (under nohup also SIGHUP). The
     # programs that tests start to interrupt them would inherit that.
@@ -63,20 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     # By now nearly everything is imported. A collection that looks at all of it takes 0.3 s, and tests make hundreds;
     # young objects are looked at more rarely too.
-    _leave_out_of_collections()
+    gc.collect()
+    gc.freeze()
     gc.set_threshold(20_000)
     # It counts them one by one, in 30 ms, and each run within this process asks whether there are any.
     gc.get_freeze_count = lambda: 1
     _seed_no_absent_devices()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    # What the file before has imported and its reports stay. Not in its teardown: the values of fixtures of its last
-    # test are still there then, and threads of optimizers among them would never end.
-    if item.path != _file_before.setdefault("path", item.path):
-        _file_before["path"] = item.path
-        _leave_out_of_collections()
 
 
 @pytest.fixture
@@ -102,11 +91,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     import torch
 
     return 0 if torch.cuda.is_available() else None
-
-
-def _leave_out_of_collections() -> None:
-    gc.collect()
-    gc.freeze()
 
 
 def _seed_no_absent_devices() -> None:
