@@ -34,6 +34,7 @@ from training.runs.checkpoint_files import (
 )
 from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE, SUMMARY_FILE, home_expanded
 from training.runs.records import read_summary
+from training.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +70,23 @@ class Checkpoint:
             f" {weights_key(self.config)}={self.folder}"
         )
 
-    def check_source(self, given: str, sha256: str | None) -> None:
-        """Raises UserError if the config.json of model.source=`given`, of digest `sha256`, has changed since the save.
+    def check_files(self, given: str, source_sha256: str | None, task: Task) -> None:
+        """Raises UserError if files that decide what a step computes have changed since the save.
 
-        The configuration decides what the model computes, and weights of the same shapes would not show a change.
+        They are the config.json of model.source=`given`, and those that the task follows. Weights of the same shapes
+        and batches of the same data would not show a change.
         """
-        if self.state.source_sha256 != sha256:
-            raise UserError(
-                f"resume={self.folder}: model.source={given}: its config.json has changed: restore it, or begin a new"
-                f" run from these weights, {weights_key(self.config)}={self.folder}"
-            )
+        if self.state.source_sha256 != source_sha256:
+            changed = f"model.source={given}: its config.json has changed"
+        elif self.state.task_sha256 not in (None, task.files_sha256):
+            named = " or ".join(map(str, task.files)) or "a file of the model that the task followed, now missing,"
+            changed = f"{named} has changed"
+        else:
+            return
+        raise UserError(
+            f"resume={self.folder}: {changed}: restore it, or begin a new run from these weights,"
+            f" {weights_key(self.config)}={self.folder}"
+        )
 
     def check_steps(self, steps: int) -> None:
         """Raises UserError if the checkpoint is after the last of `steps` steps."""

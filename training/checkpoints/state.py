@@ -53,6 +53,8 @@ class RunState:
     """of the held-out batches, if the run evaluates"""
     source_sha256: str | None = None
     """of the config.json from which the model is made, if it is (`training.weights.source.source_digest`)"""
+    task_sha256: str | None = None
+    """of the files of the model that the task follows (`Task.files`); None: saved by a release without this hash"""
     units: int = 0
     """tokens, images or examples trained on, without padding"""
 
@@ -64,7 +66,7 @@ class RunState:
 def read_state(folder: Path) -> RunState:
     """Reads the state of the checkpoint in `folder`. Raises DamagedError if the file does not have a valid one."""
     path = folder / STATE_FILE
-    values = read_json(path)
+    values = {"task_sha256": None} | read_json(path)
     checks = {
         "step": _is_count,
         "skipped_steps": _is_count,
@@ -73,6 +75,7 @@ def read_state(folder: Path) -> RunState:
         "data_sha256": lambda value: value is None or isinstance(value, str),
         "eval_sha256": lambda value: value is None or isinstance(value, str),
         "source_sha256": lambda value: value is None or isinstance(value, str),
+        "task_sha256": lambda value: value is None or isinstance(value, str),
         # It becomes part of a folder's name, so it may not lead elsewhere.
         "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
     }

@@ -82,7 +82,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     checkpoint = starting_point(config, invocation.run_dir)
     source_sha256 = source_digest(config.model)
     if checkpoint is not None:
-        checkpoint.check_source(config.model.get("source"), source_sha256)
+        checkpoint.check_files(config.model.get("source"), source_sha256, components.task)
     # A job that is queued again before its first checkpoint repeats its first steps.
     here = config.resume == AUTO if checkpoint is None else is_in(invocation.run_dir, checkpoint.folder)
     if not here:

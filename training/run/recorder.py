@@ -131,6 +131,7 @@ class Recorder:
             tracking_id=job.tracker.id,
             eval_sha256=job.evaluation.sha256,
             source_sha256=job.source_sha256,
+            task_sha256=job.components.task.files_sha256,
             units=self._steps.units,
         )
         save_ms = job.checkpoints.save(state, required)

@@ -57,6 +57,7 @@ class Classification(Task):
             return {}
         mean, deviation = _normalisation(values, f"{folder / PICTURES_FILE}")
         self._mean, self._deviation = torch.tensor(mean), torch.tensor(deviation)
+        self.files = (folder / PICTURES_FILE,)
         return {"images": f"mean {mean}, deviation {deviation}, those of {folder / PICTURES_FILE}"}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

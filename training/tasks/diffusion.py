@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from models.diffusion_classes import OTHER_LATENTS
+from models.diffusion_files import pipeline_of
 from models.diffusion_scheduler import is_flow, read_scheduler
 from models.pipelines.calls import ASKED
 from models.pipelines.model import PipelineModel
@@ -192,6 +193,7 @@ class Diffusion(Task):
         file = scheduler_given(self.scheduler, config.model)
         if file is None:
             return self.fit_scheduler(None, None, model)
+        self.files = tuple(filter(None, (file, pipeline_of(file))))
         with as_user_error(f"{SCHEDULER}={self.scheduler}: ", after=f"; or take {SCHEDULER}=null"):
             scheduler = read_scheduler(file)
         if is_flow(scheduler) != self.takes_velocities:

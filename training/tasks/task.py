@@ -1,7 +1,9 @@
 """The interface of a task. The loop, the plan and the evaluation know batches through it only."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -45,6 +47,13 @@ class Task(ABC):
     """True if the model that `ahead` is given is a second one, frozen, in its `reference_model` too"""
     reference_model: nn.Module | None = None
     """that one, while it has memory"""
+    files: Sequence[Path] = ()
+    """those of the model that `fit` followed, such as a scheduler's"""
+
+    @property
+    def files_sha256(self) -> str:
+        """The SHA-256 of the contents of `files`."""
+        return hashlib.sha256(b"\n".join(file.read_bytes() for file in self.files)).hexdigest()
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

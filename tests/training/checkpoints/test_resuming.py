@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.helpers.in_process import composed, run_here
+from tests.test_any_model import UNET
+from tests.training.helpers.in_process import TINY_RUN, composed, run_here
 from training.errors import UserError
 from training.saved_runs.finding import newest_checkpoint, refuse_damage
 
@@ -95,6 +96,22 @@ def test_another_configuration_in_the_folder_of_the_source_is_refused(tmp_path: 
     source.write_text(json.dumps(values | {"rope_theta": 10000.0}))
     refuse_damage(newest_checkpoint(tmp_path / "run"), config)
     run_here(tmp_path / "run", *run, "resume=auto", "steps=7")
+
+
+def test_another_scheduler_is_refused(tmp_path: Path):
+    """The same pictures get other times, and the configuration has the file's name alone."""
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    file.parent.mkdir()
+    flow = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
+    file.write_text(json.dumps(flow))
+    run = (*(entry for entry in TINY_RUN if not entry.startswith("model.")), *UNET)
+    run += (f"task.scheduler={file}", "steps=2", "checkpoint.every=2")
+    run_here(tmp_path / "run", *run)
+    file.write_text(json.dumps(flow | {"shift": 1.0}))
+    with pytest.raises(UserError, match=rf"^resume=.*: {file} has changed: restore it, or begin a new run from these"):
+        run_here(tmp_path / "run", *run, "resume=auto", "steps=3")
+    file.write_text(json.dumps(flow))
+    run_here(tmp_path / "run", *run, "resume=auto", "steps=3")
 
 
 def test_a_dataset_that_is_not_in_memory_is_known_by_its_last_batch(

@@ -1,5 +1,6 @@
 """The state of a run besides its tensors."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_state_is_read_back(tmp_path: Path):
-    state = RunState(7, 2, "ab", "cd", "run-1", "ef", "01", 900)
+    state = RunState(7, 2, "ab", "cd", "run-1", "ef", "01", "23", 900)
     (tmp_path / STATE_FILE).write_bytes(state.to_json())
     assert read_state(tmp_path) == state
 
@@ -43,6 +44,7 @@ def test_a_state_is_read_back(tmp_path: Path):
         ({"tracking_id": "../x"}, "tracking_id"),
         ({"eval_sha256": 3}, "eval_sha256"),
         ({"source_sha256": 3}, "source_sha256"),
+        ({"task_sha256": 3}, "task_sha256"),
         ({"units": -1}, "units"),
     ],
 )
@@ -51,6 +53,13 @@ def test_what_no_run_writes_is_refused(tmp_path: Path, changed: dict, named: str
     (tmp_path / STATE_FILE).write_bytes(RunState(**values).to_json())
     with pytest.raises(DamagedError, match=rf"state\.json has no valid {named}: "):
         read_state(tmp_path)
+
+
+def test_a_state_from_before_the_hash_of_the_task_is_read(tmp_path: Path):
+    values = json.loads(RunState(1, 0, "ab").to_json())
+    del values["task_sha256"]
+    (tmp_path / STATE_FILE).write_text(json.dumps(values))
+    assert read_state(tmp_path) == RunState(1, 0, "ab")
 
 
 def test_random_numbers_continue(tmp_path: Path):

@@ -159,7 +159,9 @@ def test_pretrained_weights_get_images_as_they_had_them(values: dict, mean: list
     pixels = torch.arange(48).view(3, 4, 4) * 5
     batch = {"images": pixels[None] / 127.5 - 1, "labels": torch.tensor([0])}
     expected = normalize(pixels.numpy() / 255, mean, deviation, input_data_format="channels_first")
-    made = fitted(tmp_path, values).prepared(batch, 0)["images"]
+    task = fitted(tmp_path, values)
+    made = task.prepared(batch, 0)["images"]
+    assert task.files == (tmp_path / "preprocessor_config.json",)
     torch.testing.assert_close(made[0].double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
 
 
