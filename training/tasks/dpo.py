@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hydra.utils import get_class
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from models.adapters import adapters_off, config_of
 from models.loss import IGNORED_LABEL
@@ -26,6 +27,8 @@ from training.tasks.causal_lm import CausalLM
 REFERENCE, INDEX = "reference", "index"
 AUTO, ADAPTER, CACHED, COPY = "auto", "adapter", "cached", "copy"
 LOSSES = ("sigmoid", "robust", "ipo")
+# Of transformers: their forwards read rates from the configuration, which is exported with the model.
+DROPS_BY_CONFIG = ("blt", "falcon", "fuyu", "persimmon")
 
 
 class DPO(CausalLM):
@@ -161,13 +164,31 @@ class DPO(CausalLM):
             _check_adapter(config, model)
 
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
-        # TRL does so: the reference has no dropout. That of an adapter is what the user gives.
-        of_model = (module for name, module in model.named_modules() if ".lora_dropout" not in name)
-        found = [module for module in of_model if isinstance(module, nn.Dropout) and module.p]
-        largest = max((module.p for module in found), default=0.0)
-        for module in found:
-            module.p = 0.0
+        # The reference has no dropout. TRL switches off that of modules, and leaves what forwards apply by function.
+        config = getattr(getattr(model, "hf", None), "config", None)
+        reads_config = getattr(config, "model_type", None) in DROPS_BY_CONFIG
+        if reads_config and (rates := [key for key, value in config.to_dict().items() if "drop" in key and value]):
+            given = ", ".join(f"{key}: 0.0" for key in rates)
+            raise UserError(
+                f"task=dpo: the reference has no dropout, and {config.model_type} has some: take"
+                f" 'model.overrides={{{given}}}'"
+            )
+        # That of an adapter is what the user gives.
+        of_model = [module for name, module in model.named_modules() if ".lora_dropout" not in name]
+        found = [(module, *rate) for module in of_model for rate in _dropout_of(module)]
+        for module, name, _ in found:
+            setattr(module, name, 0.0)
+        largest = max((rate for *_, rate in found), default=0.0)
         return {"dropout": f"0 and not {largest}, because the reference of task=dpo has none"} if found else {}
+
+
+def _dropout_of(module: nn.Module) -> list[tuple[str, float]]:
+    """Returns pairs (attribute, value): the probabilities above 0 with which a module drops something in training."""
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value and ("drop" in name or (name == "p" and isinstance(module, _DropoutNd)))
+    ]
 
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:

@@ -13,6 +13,8 @@ from models.adapters import Lora, adapter_layers, initialise_adapters, inject, w
 from models.initialise import initialise
 from models.llama import Llama
 from offload import KnobError
+from tests.models.helpers.hf_models import tiny
+from training.errors import UserError
 from training.tasks.dpo import DPO, answer_log_probs
 
 PAIRS = 3
@@ -151,6 +153,26 @@ def test_the_model_trains_without_its_dropout_and_with_that_of_the_adapter() -> 
     shares = {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
     assert (model[0].p, shares) == (0.0, {0.0, 0.125})
     assert DPO().fit(None, model) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [("opt", {"attention_dropout": 0.2, "layerdrop": 0.5}), ("gemma", {"attention_dropout": 0.2}), ("gpt2", {})],
+)
+def test_nor_with_what_its_forward_drops_by_function(name: str, rates: dict[str, float]) -> None:
+    """OPT by default 0.1 of every layer's output."""
+    model, given = tiny(name, **rates).train(), batch()
+    assert not torch.equal(answer_log_probs(model, given), answer_log_probs(model, given))
+    DPO().fit(None, model)
+    assert torch.equal(answer_log_probs(model, given), answer_log_probs(model.eval(), given))
+
+
+def test_dropout_that_a_forward_reads_from_the_configuration_is_refused() -> None:
+    model = tiny("falcon", hidden_dropout=0.1, attention_dropout=0.2)
+    message = r"^task=dpo: .* falcon has some: take 'model.overrides=\{\w+_dropout: 0.0, \w+_dropout: 0.0\}'$"
+    with pytest.raises(UserError, match=message):
+        DPO().fit(None, model)
+    DPO().fit(None, tiny("falcon", hidden_dropout=0.0, attention_dropout=0.0))
 
 
 def test_a_copy_is_the_reference_of_an_evaluation_and_of_what_is_computed_ahead() -> None:
