@@ -104,6 +104,15 @@ class LibraryTokenizer:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def encode_spans(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns what `encode_batch` does, each with the characters from and to which a token is, int64 [n, 2]."""
+        with refusing(f"{KEY}={self._given}: cannot encode the text"):
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(each.ids, dtype=np.uint32), np.array(each.offsets, dtype=np.int64).reshape(-1, 2))
+            for each in encodings
+        ]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of these ids without special tokens; bytes that are not UTF-8 become U+FFFD."""
         with refusing(f"{KEY}={self._given}: cannot decode the tokens"):

@@ -1,8 +1,8 @@
 """Reads local text, files or the sources of the standard library, as pairs (text, document_ends), in little memory.
 
-`document_ends` is True for the last piece of a document: a document of more than PIECE_CHARACTERS comes in pieces, and
-is tokenised piece by piece. Reading takes at most three times the bytes of the longest line (.jsonl), of the longest
-value and its neighbours up to BATCH_BYTES (.parquet), or of the whole file (.json, which has no lines to read by).
+`document_ends` is True for the last piece of a document: one of more than PIECE_CHARACTERS comes in pieces. Reading
+takes at most three times the bytes of the longest line (.jsonl), of the longest value and its neighbours up to
+BATCH_BYTES (.parquet), or of the whole file (.json, which has no lines to read by).
 """
 
 import glob
@@ -19,7 +19,7 @@ from training.errors import UserError, first_line
 from training.runs.files import home_expanded
 
 ROWS_PER_READ = 1000
-PIECE_CHARACTERS = 1 << 22
+PIECE_CHARACTERS = 1 << 16
 BATCH_BYTES = 1 << 24
 LONGEST_JSON_BYTES = 1 << 30
 # Tests contain broken sources on purpose and are mostly tables. The other folders are not part of the library.
@@ -87,21 +87,13 @@ def read_each(files: Sequence[Path], key: str, read: Callable[[Path], Iterator[A
 
 
 def _read_text(file: Path, text_column: str) -> Pieces:
-    with file.open(encoding="utf-8") as lines:
-        while piece := "".join(_next_lines(lines.readline)):
-            yield piece, False
-    yield "", True
-
-
-def _next_lines(readline: Callable[[int], str]) -> Iterator[str]:
-    """Yields the next ROWS_PER_READ lines, or fewer if these have PIECE_CHARACTERS."""
-    left = PIECE_CHARACTERS
-    for _ in range(ROWS_PER_READ):
-        line = readline(left)
-        yield line
-        left -= len(line)
-        if not line or left <= 0:
-            return
+    # Some editors begin a file with a mark of its encoding, which is no text.
+    with file.open(encoding="utf-8-sig") as text:
+        piece = text.read(PIECE_CHARACTERS)
+        while piece:
+            following = text.read(PIECE_CHARACTERS)
+            yield piece, not following
+            piece = following
 
 
 def json_lines(file: Path) -> Rows:

@@ -11,12 +11,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
+from training.data.long_documents import encoded
 from training.data.tokenizer import Tokenizer
 from training.errors import UserError
-
-# Documents are tokenised in groups of this many characters: enough to keep a tokenizer's threads busy, and few enough
-# to keep its intermediate objects (about 100 bytes a token) small.
-CHARACTERS_PER_CALL = 1 << 20
 
 
 class PackedTokens:
@@ -120,30 +117,13 @@ def tokenise(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterat
     dtype = token_dtype(tokenizer.vocab_size)
     begin, end = (np.array(ids, dtype=dtype) for ids in (tokenizer.begin, tokenizer.end))
     begins = True
-    for texts, ends in _grouped(pieces):
-        for tokens, document_ends in zip(tokenizer.encode_batch(texts), ends, strict=True):
-            if begins and len(begin) and not np.array_equal(tokens[: len(begin)], begin):
-                yield begin
-            yield tokens.astype(dtype)
-            if document_ends and len(end) and not np.array_equal(tokens[-len(end) :], end):
-                yield end
-            begins = document_ends
-
-
-def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], list[bool]]]:
-    """Yields lists of consecutive texts, and of their `document_ends`, with CHARACTERS_PER_CALL characters each."""
-    texts: list[str] = []
-    ends: list[bool] = []
-    num_characters = 0
-    for text, document_ends in pieces:
-        texts.append(text)
-        ends.append(document_ends)
-        num_characters += len(text)
-        if num_characters >= CHARACTERS_PER_CALL:
-            yield texts, ends
-            texts, ends, num_characters = [], [], 0
-    if texts:
-        yield texts, ends
+    for tokens, document_ends in encoded(pieces, tokenizer):
+        if begins and len(begin) and not np.array_equal(tokens[: len(begin)], begin):
+            yield begin
+        yield tokens.astype(dtype)
+        if document_ends and len(end) and not np.array_equal(tokens[-len(end) :], end):
+            yield end
+        begins = document_ends
 
 
 def limit_tokens(arrays: Iterable[np.ndarray], max_tokens: int | None) -> Iterator[np.ndarray]:

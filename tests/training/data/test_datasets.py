@@ -16,7 +16,7 @@ from tests.training.helpers.elsewhere import run_elsewhere
 from tests.training.helpers.hub_server import hub_server
 from tests.training.helpers.in_process import composed
 from tests.training.helpers.pretrained_folder import small_tokenizer
-from training.data import packing
+from training.data import long_documents
 from training.data.datasets import HubText, StdlibText, SyntheticTokens, TextFiles, build_dataset, facts_of, has_facts
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
@@ -51,7 +51,7 @@ def test_other_files_are_held_out_in_place_of_a_share(write) -> None:
 
 
 def test_max_tokens_stops_reading(write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "CHARACTERS_PER_CALL", 60)
+    monkeypatch.setattr(long_documents, "CHARACTERS_PER_CALL", 60)
     files = [write("good.txt", "x" * 100), write("bad.jsonl", "never read")]
     assert TextFiles(files, **SIZES, max_tokens=50).num_blocks == 6
 

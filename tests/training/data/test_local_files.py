@@ -11,7 +11,7 @@ import pytest
 
 from tests import ROOT
 from training.data import local_files
-from training.data.local_files import ROWS_PER_READ, find_files, read_files, read_stdlib, stdlib_files
+from training.data.local_files import PIECE_CHARACTERS, find_files, read_files, read_stdlib, stdlib_files
 from training.errors import UserError
 
 
@@ -43,11 +43,16 @@ def test_every_format_gives_the_same_documents(write, tmp_path: Path) -> None:
 
 
 def test_a_long_text_file_is_one_document_in_pieces(write) -> None:
-    lines = "".join(f"line {number}\n" for number in range(3 * ROWS_PER_READ + 1))
+    lines = "".join(f"line {number}\n" for number in range(PIECE_CHARACTERS // 3))
     path = write("long.txt", lines)
     assert read(path) == [lines]
     pieces = [text for text, _ in read_files(find_files(path), "text")]
-    assert max(text.count("\n") for text in pieces) == ROWS_PER_READ, "it was read whole"
+    assert max(map(len, pieces)) == PIECE_CHARACTERS, "it was read whole"
+
+
+def test_the_mark_of_an_encoding_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\N{BYTE ORDER MARK}one", encoding="utf-8")
+    assert read(str(tmp_path / "a.txt")) == ["one"]
 
 
 def test_rows_without_text_and_empty_files_are_left_out(write) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.data import packing
+from training.data import long_documents
 from training.data.packing import PackedTokens, concatenate, epoch_order, limit_tokens, random_words, tokenise
 from training.data.tokenizer import ByteTokenizer
 from training.errors import UserError
@@ -120,9 +120,9 @@ def test_a_share_below_a_block_holds_nothing_out() -> None:
     assert (dataset.num_blocks, dataset.eval_batches(1)) == (4, [])
 
 
-@pytest.mark.parametrize("characters_per_call", [1, packing.CHARACTERS_PER_CALL])
+@pytest.mark.parametrize("characters_per_call", [1, long_documents.CHARACTERS_PER_CALL])
 def test_documents_begin_and_end_as_the_tokenizer_says(characters_per_call: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packing, "CHARACTERS_PER_CALL", characters_per_call)
+    monkeypatch.setattr(long_documents, "CHARACTERS_PER_CALL", characters_per_call)
     tokenizer = ByteTokenizer()
     pieces = [("a", False), ("b", True), ("c", True), ("d", False)]
 
