@@ -71,6 +71,13 @@ class HubName(NamedTuple):
         return Path(snapshot_download(self.name, revision=self.revision, allow_patterns=patterns, **options))
 
 
+def refuse_keys_of_hub(name: str, **given: str | None) -> None:
+    """Raises UserError for a key of dataset that is given and has no effect, because `name` is on this machine."""
+    for key, value in given.items():
+        if value is not None:
+            raise UserError(f"dataset.{key}={value}: has no effect on dataset.name={name}, a local one: leave it out")
+
+
 def ask_for_dataset(name: str, revision: str | None, otherwise: str) -> None:
     """Raises UserError if the Hub does not answer, or has no dataset of this name and revision; see `ask_hub`."""
     from huggingface_hub import HfApi

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from training.data.examples import check_share
-from training.data.hub_client import ask_for_dataset
+from training.data.hub_client import ask_for_dataset, refuse_keys_of_hub
 from training.data.local_files import check_column, import_datasets
 from training.errors import UserError, as_user_error
 
@@ -152,14 +152,17 @@ def open_rows(
 ) -> Any:
     """Returns an iterable dataset of `datasets`, metadata in `folder`. Raises UserError, naming `split_key`."""
     datasets = import_datasets()
-    if not os.path.isdir(name):
+    saved = os.path.isfile(os.path.join(name, SAVED))
+    if os.path.isdir(name):
+        refuse_keys_of_hub(name, revision=revision, config_name=config_name if saved else None)
+    else:
         _keep_client_files_in(folder)
         ask_for_dataset(name, revision, otherwise)
     asked = f"dataset.name={name} dataset.config_name={config_name} dataset.{split_key}={split}: "
     where = {"cache_dir": folder, "download_config": datasets.DownloadConfig(cache_dir=f"{folder}/downloads")}
     # The library raises about ten types of error, without a common base class.
     with as_user_error(asked, Exception):
-        if os.path.isfile(os.path.join(name, SAVED)):
+        if saved:
             if split != "train":
                 raise ValueError("it was saved without splits: give train")
             rows = datasets.load_from_disk(name).to_iterable_dataset()

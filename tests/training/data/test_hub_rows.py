@@ -25,3 +25,12 @@ def test_a_folder_of_save_to_disk_has_no_splits(tmp_path: Path) -> None:
     assert [row["b"] for row in rows.shuffle(seed=0, buffer_size=2)] in (["x", "y"], ["y", "x"])
     with pytest.raises(UserError, match=r"dataset\.eval_split=test: it was saved without splits: give train$"):
         open_rows(str(tmp_path / "saved"), None, "test", split_key="eval_split", **given)
+
+
+def test_keys_of_the_hub_are_refused_for_a_folder(tmp_path: Path) -> None:
+    import_datasets().Dataset.from_dict({"a": [1]}).save_to_disk(tmp_path / "saved")
+    given = {"folder": str(tmp_path), "otherwise": ""}
+    with pytest.raises(UserError, match=r"^dataset\.revision=v2: has no effect on dataset\.name=/.*: leave it out$"):
+        open_rows(str(tmp_path), None, "train", revision="v2", **given)
+    with pytest.raises(UserError, match=r"^dataset\.config_name=en: has no effect on dataset\.name=/.*/saved, a local"):
+        open_rows(str(tmp_path / "saved"), "en", "train", revision=None, **given)

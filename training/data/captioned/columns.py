@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.data.hub_client import ask_for_dataset
+from training.data.hub_client import ask_for_dataset, refuse_keys_of_hub
 from training.data.local_files import check_column, import_datasets, is_text
 from training.errors import UserError, first_line
 from training.runs.files import home_expanded
@@ -75,13 +75,18 @@ def _loaded(name: str, config_name: str | None, split: str, revision: str | None
     refusal: UserError | None = None
     if path.is_file() and path.suffix != ".parquet":
         raise UserError(f"dataset.name={name}: of files only .parquet is read: give the folder of others (.tar)")
+    saved = (path / SAVED).is_file()
+    if path.exists():
+        alone = saved or path.is_file()
+        refuse_keys_of_hub(name, revision=revision, config_name=config_name if alone else None)
+        refuse_keys_of_hub(name, split=split if saved and split != "train" else None)
     try:
         if not path.exists():
             ask_for_dataset(name, revision, "or give dataset.folder=DIR")
     except UserError as error:
         refusal = error
     try:
-        if (path / SAVED).is_file():
+        if saved:
             return datasets.load_from_disk(str(path))
         if path.is_file():
             return datasets.load_dataset("parquet", data_files=str(path), split=split)

@@ -158,3 +158,16 @@ def test_a_folder_of_webdataset_is_read_and_its_file_alone_refused(tmp_path: Pat
     )
     with pytest.raises(UserError, match=r"0\.tar: of files only \.parquet is read: give the folder"):
         list(pictures_in_columns(str(file)))
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "key"),
+    [
+        (saved, {"split": "test"}, "split=test"),
+        (parquet, {"config_name": "en"}, "config_name=en"),
+        (image_folder, {"revision": "v2"}, "revision=v2"),
+    ],
+)
+def test_keys_without_effect_on_a_local_dataset_are_refused(tmp_path: Path, made: Callable, given: dict, key: str):
+    with pytest.raises(UserError, match=rf"^dataset\.{key}: has no effect on dataset\.name=/.*, a local one: leave"):
+        list(pictures_in_columns(str(made(tmp_path)), **given))
