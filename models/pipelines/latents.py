@@ -29,10 +29,17 @@ def encoded(vae: nn.Module, pixels: Tensor, noise: Sequence[int]) -> Tensor:
     mean, std = _mean_and_std(vae, picture)
     shift, scale = normalisation(vae, mean.ndim)
     both = torch.cat([(mean.float() - shift) * scale, std.float() * scale])
+    both = _frames_first(both, noise)
     if [size for size in both.shape[1:] if size > 1] != [size for size in noise if size > 1]:
         name = type(vae).__name__
         raise NotTrainableError(f"{name} makes latents {list(both.shape[1:])}, and the network takes {list(noise)}")
     return both.reshape(2, *noise)
+
+
+def _frames_first(latents: Tensor, noise: Sequence[int]) -> Tensor:
+    """Returns latents [B, C, F, ...] as [B, F, C, ...], where the noise of an example has that shape (CogVideoX)."""
+    swapped = latents.transpose(1, 2)
+    return swapped if latents.shape[1:] != tuple(noise) == swapped.shape[1:] else latents
 
 
 def decoding(vae: nn.Module, size: tuple[int, int]) -> Callable[[], object]:
@@ -75,9 +82,12 @@ def check_normalisation(recorder: Recorder, vae: nn.Module, size: tuple[int, ...
     raw = torch.randn(noise, generator=torch.Generator().manual_seed(0))
     decoded = recorder.decoded(asked, lambda latents: raw.flatten()[places].view(latents.shape).to(latents), vae)
     shift, scale = normalisation(vae, decoded.ndim)
-    again = (decoded.float().cpu() - moved(shift, CPU)) * moved(scale, CPU)
+    again = _frames_first((decoded.float().cpu() - moved(shift, CPU)) * moved(scale, CPU), noise[1:])
     if again.numel() != raw.numel() or float((again - raw.view(again.shape)).square().mean().sqrt()) > ROUNDING:
-        raise NotTrainableError(f"{recorder.name} normalises the latents of {type(vae).__name__} in an unknown way")
+        raise NotTrainableError(
+            f"{recorder.name} normalises the latents of {type(vae).__name__} in an unknown way, so its network cannot"
+            " train here: take another pipeline"
+        )
 
 
 def _numbers(vae: nn.Module, name: str, ndim: int) -> Tensor | None:

@@ -216,8 +216,11 @@ class Recorder:
             "video_length": count,
             "num_inference_steps": steps,
             "guidance_scale": guidance,
-            # Else PixArt would take another size than the picture's.
+            # Else PixArt and Flux Kontext would take another size than the picture's.
             "use_resolution_binning": False,
+            "max_area": height * width,
+            # Else the network of PAG pipelines is called for each picture twice, by attention of another kind.
+            "pag_scale": 0.0,
             "original_size": asked.original_size,
             "crops_coords_top_left": asked.crop,
             **others,

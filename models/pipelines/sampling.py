@@ -63,7 +63,6 @@ class PipelineSampler:
             seed: decides the noise.
         """
         vae, asked = self._pipeline.vae, Asked((prompt,), size, size)
-        given = self._recorder.given(asked, steps=steps, guidance=None, output_type="pt")
         results = iter(moved(list(encoded), self._device))
 
         def ended(pipeline: Any, step: int, time: Any, tensors: dict) -> dict:
@@ -71,11 +70,12 @@ class PipelineSampler:
                 raise _StoppedError
             return tensors
 
-        generator = torch.Generator().manual_seed(seed)
+        others = {"generator": torch.Generator().manual_seed(seed), "callback_on_step_end": ended}
+        given = self._recorder.given(asked, steps=steps, guidance=None, output_type="pt", **others)
         try:
             vae.to(self._device)
             with patch.object(self._pipeline, "encode_prompt", lambda *_, **__: next(results)):
-                made = self._pipeline(**given, generator=generator, callback_on_step_end=ended)[0]
+                made = self._pipeline(**given)[0]
         except _StoppedError:
             return None
         finally:

@@ -277,6 +277,32 @@ def sana_video() -> DiffusionPipeline:
     )
 
 
+def cogvideox() -> DiffusionPipeline:
+    """Its noise has frames before channels."""
+    transformer = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=4, time_embed_dim=2, num_layers=1,
+        text_embed_dim=32, sample_width=8, sample_height=4, sample_frames=9,
+    )  # fmt: skip
+    blocks = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
+    autoencoder = diffusers.AutoencoderKLCogVideoX(
+        **blocks, block_out_channels=(8,) * 4, latent_channels=4, layers_per_block=1, norm_num_groups=2
+    )
+    return diffusers.CogVideoXPipeline(
+        scheduler=diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True),
+        vae=autoencoder.eval(), text_encoder=t5(), tokenizer=t5_tokenizer(), transformer=transformer,
+    )  # fmt: skip
+
+
+def pag() -> DiffusionPipeline:
+    """By default it calls its network for each picture twice, with other attention."""
+    return diffusers.StableDiffusionPAGPipeline(**stable_diffusion().components, requires_safety_checker=False)
+
+
+def kontext() -> DiffusionPipeline:
+    """By default it makes pictures of about a million pixels, whatever their size."""
+    return diffusers.FluxKontextPipeline(**flux().components)
+
+
 PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
     made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx, stable_diffusion, chroma, z_image)
 }
@@ -285,7 +311,8 @@ PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
 def made(name: str) -> DiffusionPipeline:
     """Returns a tiny pipeline; its values are the same each time."""
     torch.manual_seed(0)
-    return (PIPELINES | {"krea_2": krea_2, "sana_video": sana_video})[name]()
+    others = {each.__name__: each for each in (krea_2, sana_video, cogvideox, pag, kontext)}
+    return (PIPELINES | others)[name]()
 
 
 def network_of(pipeline: DiffusionPipeline) -> nn.Module:

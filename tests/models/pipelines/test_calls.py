@@ -19,7 +19,10 @@ SIZE, CAPTIONS = (32, 64), ("a cube", "a big red cube, with a hat")
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, SIZE) for name in (*PIPELINES, "krea_2")), *((name, (9, *SIZE)) for name in ("wan", "ltx"))],
+    [
+        *((name, SIZE) for name in (*PIPELINES, "krea_2", "pag", "kontext")),
+        *((name, (9, *SIZE)) for name in ("wan", "ltx", "cogvideox")),
+    ],
 )
 def test_the_network_gets_what_its_pipeline_gives_it(name: str, size: tuple[int, ...]):
     """In one step from noise of our own; the scheduler then gets what `prediction` returns."""

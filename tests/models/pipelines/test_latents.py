@@ -19,7 +19,7 @@ SIZE = (32, 64)
     ("name", "size"),
     [
         *((name, SIZE) for name in (*PIPELINES, "krea_2")),
-        *((name, (9, *SIZE)) for name in ("wan", "ltx", "sana_video")),
+        *((name, (9, *SIZE)) for name in ("wan", "ltx", "sana_video", "cogvideox")),
     ],
 )
 def test_the_pipeline_decodes_what_was_encoded(name: str, size: tuple[int, ...]):
@@ -30,6 +30,15 @@ def test_the_pipeline_decodes_what_was_encoded(name: str, size: tuple[int, ...])
     mean, std = encoded(pipeline.vae, torch.rand(3, *size) * 2 - 1, noise)
     assert mean.shape == noise
     assert (std > 0).all()
+
+
+@torch.no_grad()
+def test_frames_of_cogvideox_are_before_channels():
+    """As in diffusers' train_cogvideox_lora.py."""
+    vae, video = made("cogvideox").vae, torch.rand(3, 9, *SIZE) * 2 - 1
+    theirs = vae.encode(video[None]).latent_dist.mean[0].permute(1, 0, 2, 3) * vae.config.scaling_factor
+    mean, _ = encoded(vae, video, (3, 4, 4, 8))
+    torch.testing.assert_close(mean, theirs)
 
 
 # The second as Kandinsky 5 decodes with the VAE of Flux: without its shift.
