@@ -149,6 +149,11 @@ class CausalLanguageModel(TransformersModel):
         return bool(getattr(self.hf.config.get_text_config(), "output_router_logits", False))
 
     @property
+    def balance_weight(self) -> float | None:
+        """The weight of the auxiliary loss of experts, if it is in the loss; None for a model without one."""
+        return None if self._balance is None else getattr(self.hf, self._balance)
+
+    @property
     def chunked_loss(self) -> bool:
         """True if the loss is computed without the logits of the whole batch."""
         return self._plain_head is not None
@@ -205,7 +210,7 @@ class CausalLanguageModel(TransformersModel):
         loss = cross_entropy(output.logits, labels, mean)
         auxiliary = output.get("aux_loss") if mean else None
         if auxiliary is not None:
-            loss = loss + getattr(self.hf, self._balance) * auxiliary.to(loss.device)
+            loss = loss + self.balance_weight * auxiliary.to(loss.device)
         return loss
 
 

@@ -150,7 +150,9 @@ def _known_keys(config: PreTrainedConfig) -> set[str]:
     # Some models read keys that their configurations do not declare: Qwen3-MoE `head_dim`.
     files = sorted(Path(inspect.getfile(type(config))).parent.glob("modeling_*.py"))
     read = {key for file in files for key in OPTIONAL_KEY.findall(file.read_text(encoding="utf-8"))}
-    keys = {*config.to_dict(), *config.attribute_map, *read, "num_labels"} - {"transformers_version", "architectures"}
+    keys = {*config.to_dict(), *config.attribute_map, *read, "num_labels"}
+    # Cohere2-MoE declares the older name of its angles, and reads only the other.
+    keys -= {"transformers_version", "architectures", OLD_ROPE}
     return {key for key in keys if not key.startswith("_")}
 
 

@@ -144,6 +144,10 @@ class TestOverrides:
             find_source("qwen3", "causal_lm").config(overrides)
         assert "\n" not in str(caught.value)
 
+    def test_an_older_name_that_a_class_declares_and_no_model_reads_is_refused(self):
+        with pytest.raises(ValueError, match=r"cohere2_moe has no such key; near to it: rope_parameters"):
+            find_source("cohere2_moe", "causal_lm").config({"rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+
     def test_a_nested_key_is_named_with_its_path(self):
         with pytest.raises(ValueError, match=r"text_config\.hidden_sizes=4: gemma3_text has no such key"):
             find_source("gemma3", "causal_lm").config({"text_config": {"hidden_sizes": 4}})

@@ -133,9 +133,8 @@ def unadapted_note(components: Components) -> str | None:
 
 def experts_note(components: Components) -> str | None:
     """Returns a line on the auxiliary loss of experts (Fedus et al. 2021), where the model leaves out its own."""
-    # The configuration of Llama 4 has a weight for it too.
-    root = root_of(components.model)
-    config, weight = getattr(root, "config", None), getattr(root, "router_aux_loss_coef", 0)
+    config = getattr(root_of(components.model), "config", None)
+    weight = getattr(components.model, "balance_weight", None)
     is_off = getattr(config, "output_router_logits", None) is False and weight
     # task=dpo has none.
     if not is_off or type(components.task) is not CausalLM:

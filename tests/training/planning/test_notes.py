@@ -147,11 +147,20 @@ def test_they_are_named_once(keys: tuple[str, ...], expected: str):
     assert [name for name, _ in components.model.named_parameters()] == names
 
 
+JETMOE = ("model=hf", "model.source=jetmoe", "model.overrides={num_hidden_layers: 1}", "dataset=synthetic")
+
+
 @pytest.mark.parametrize(
-    ("keys", "expected"), [((), "none, which TRL adds"), (("model.overrides={output_router_logits:true}",), None)]
+    ("keys", "expected"),
+    [
+        (("model=mixtral_small",), "none, which TRL adds"),
+        (("model=mixtral_small", "model.overrides={output_router_logits:true}"), None),
+        # Its weight has another name.
+        (JETMOE, "none, which TRL adds"),
+    ],
 )
 def test_the_auxiliary_loss_that_trl_adds_is_named(keys: tuple[str, ...], expected: str | None):
-    note = experts_note(components_of("model=mixtral_small", "hardware=h200", *keys))
+    note = experts_note(components_of("hardware=h200", *keys))
     assert (expected in note) if expected else note is None
     assert experts_note(components_of(*SMALL_MODEL)) is None
     without = ("model=hf", "model.source=llama4_text", "model.overrides={num_hidden_layers: 1}")
