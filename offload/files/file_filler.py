@@ -37,11 +37,18 @@ def leave_in_files(units: Iterable[OffloadUnit], spans: Spans) -> None:
 
     Raises KnobError where there are none.
     """
+    # Those that a mode with smaller units would read from files.
+    with_buffers = False
     for unit in units:
-        unit.is_fixed = all(_fits(tensor, spans.get(tensor.host, ())) for tensor in unit.tensors)
+        others = [tensor for tensor in unit.tensors if not _fits(tensor, spans.get(tensor.host, ()))]
+        unit.is_fixed = not others
+        with_buffers |= all(tensor.is_buffer for tensor in others)
     if not any(unit.is_fixed for unit in units):
         problem = (
-            "no unit that streams lies in the files as a whole, frozen and as it is in memory: take memory, or"
+            "all that streams are units with buffers, which are in no file: take memory, or the mode bounce_linear,"
+            " whose units are single layers"
+            if with_buffers
+            else "no unit that streams lies in the files as a whole, frozen and as it is in memory: take memory, or"
             " trained=device if some of its weights train"
         )
         raise KnobError("source", "mapped", problem)

@@ -1,5 +1,6 @@
 """Prepares a run: all that can be refused, before anything of it is written and anything large is allocated."""
 
+import logging
 import math
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,8 @@ from training.weights.files import ModelWeights
 from training.weights.mapped import is_mapped
 from training.weights.model_tokenizer import refuse_foreign_tokenizer
 from training.weights.source import source_digest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,12 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     refuse_foreign_tokenizer(config, download=True)
     with phase("reading the dataset"):
         dataset = build_dataset(config, components.model, invocation.run_dir)
+    if dataset.num_blocks is not None and config.batch_size > dataset.num_blocks:
+        logger.warning(
+            "batch_size=%d: the dataset has %d examples, so a step trains on some of them several times (a step of"
+            " TRL's would be smaller): take batch_size=%d, or give more",
+            *(config.batch_size, dataset.num_blocks, dataset.num_blocks),
+        )
     if config.epochs is not None:
         # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
         config = with_steps(config, dataset)

@@ -62,7 +62,9 @@ def mapped_note(config: DictConfig, model: nn.Module, footprint: Footprint) -> s
     most = sorted(nbytes.items(), key=lambda entry: -entry[1])[:NAMED]
     why = [f"{format_bytes(size)} {reason}" for reason, size in most]
     return (
-        f"{line}; in memory are units with weights that {', '.join(why)}" if why else f"{line}; the others have buffers"
+        f"{line}; in memory are units with weights that {', '.join(why)}"
+        if why
+        else f"{line}; the others have buffers, as single layers under bounce_linear have not"
     )
 
 

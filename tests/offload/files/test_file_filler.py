@@ -289,6 +289,16 @@ def test_refusals_say_what_to_do(tmp_path: Path):
         mode.footprint(model, options=options)
 
 
+def test_units_with_buffers_are_refused_with_a_mode_whose_units_have_none(tmp_path: Path):
+    """The layers of Gemma 4 have a buffer each."""
+    model = model_of().requires_grad_(False)
+    mode, options, _ = mapped(LayerStream(source="mapped"), model, tmp_path)
+    for block in model.blocks:
+        block.register_buffer("scalar", torch.ones(1))
+    with pytest.raises(KnobError, match=r"units with buffers, .*: take memory, or the mode bounce_linear"):
+        mode.footprint(model, options=options)
+
+
 def test_a_file_that_is_gone_leaves_the_model_as_it_was(tmp_path: Path):
     model = model_of()
     before = [parameter.data_ptr() for parameter in model.parameters()]

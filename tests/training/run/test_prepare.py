@@ -53,6 +53,14 @@ def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
         run_here(tmp_path / "random", *TINY_RUN, "steps=null", "epochs=1")
 
 
+def test_a_batch_of_more_than_there_is_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    job = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=100", "steps=1")
+    run_here(tmp_path / "three", *job, "batch_size=3")
+    assert "several times" not in caplog.text
+    run_here(tmp_path / "four", *job, "batch_size=4")
+    assert "batch_size=4: the dataset has 3 examples, so a step trains on some of them several times" in caplog.text
+
+
 def test_more_threads_than_cores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prepare_module, "usable_cores", lambda: 2)
     with pytest.raises(
