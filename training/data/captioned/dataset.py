@@ -119,10 +119,14 @@ class Captioned:
         self._fps = None if frames is None else _rate(frames, fps, source)
         if (folder is None) == (name is None):
             raise UserError("dataset=captioned: give dataset.folder=DIR or dataset.name=OWNER/NAME, one of them")
+        for key, value, lacks in (("fps", fps, frames is None), ("frames", frames, name is not None)):
+            if value is not None and lacks:
+                needs = "dataset.frames" if key == "fps" else "dataset.folder, whose videos alone are read"
+                raise UserError(f"dataset.{key}={value}: has no effect without {needs}: give that, or leave it out")
         if name is None:
             given = {"split": split, "image_column": image_column, "text_column": text_column}
-            for key, value in given.items():
-                if value not in ("train", "image", "text"):
+            for key, value in (given | {"config_name": config_name, "revision": revision}).items():
+                if value not in ("train", "image", "text", None):
                     problem = "is of dataset.name: captions of a folder are in NAME.txt, or in text of metadata.jsonl"
                     raise UserError(f"dataset.{key}={value}: {problem}; leave it out")
             found = find_pictures(folders_of(folder), size=size, multiple=multiple, frames=frames, fps=self._fps)

@@ -251,7 +251,13 @@ def test_pictures_come_from_one_place(pipeline: Path, given: dict[str, str]):
         Captioned(**given, pipeline=str(pipeline), seed=0, batch_size=1)
 
 
-@pytest.mark.parametrize(("key", "value"), [("text_column", "caption"), ("image_column", "photo"), ("split", "test")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("text_column", "caption"), ("image_column", "photo"), ("split", "test")),
+        *(("config_name", "en"), ("revision", "v2")),
+    ],
+)
 def test_a_key_of_columns_beside_a_folder_is_refused(pipeline: Path, key: str, value: str):
     with pytest.raises(UserError, match=rf"^dataset\.{key}={value}: is of dataset\.name: captions of a folder are in"):
         Captioned(folder="a", **{key: value}, pipeline=str(pipeline), seed=0, batch_size=1)
@@ -262,12 +268,14 @@ def test_a_key_of_columns_beside_a_folder_is_refused(pipeline: Path, key: str, v
     [
         ("FluxPipeline", {}, r"dataset\.frames=5: FluxPipeline makes pictures and no videos: take a pipeline"),
         ("LTXPipeline", {"fps": 16.0}, r"dataset\.fps=16\.0: the pipeline tells its network 25: take null"),
+        ("LTXPipeline", {"folder": None, "name": "a"}, r"dataset\.frames=5: has no effect without dataset\.folder,"),
+        ("LTXPipeline", {"frames": None, "fps": 16.0}, r"dataset\.fps=16\.0: .* without dataset\.frames: give that"),
     ],
 )
 def test_videos_that_the_pipeline_does_not_make_are_refused(tmp_path: Path, name: str, keys: dict, message: str):
     (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{name}"}}')
     with pytest.raises(UserError, match=f"^{message}"):
-        Captioned(folder="a", frames=5, **keys, pipeline=str(tmp_path), seed=0, batch_size=1)
+        Captioned(**{"folder": "a", "frames": 5} | keys, pipeline=str(tmp_path), seed=0, batch_size=1)
 
 
 def test_without_a_pipeline_it_is_refused():
