@@ -272,7 +272,8 @@ def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHA
         form = components.state_format if components.updates_overlap else None
         options = replace(components.options, sharers=sharers, state_format=form)
         found = components.mode.attach(components.model, streams, options)
-    seconds, locked = perf_counter() - start, found.counters().host_pinned_bytes / GIB
+    # Processes that share homes lock them together, and each counts its part.
+    seconds, locked = perf_counter() - start, sharers.count * found.counters().host_pinned_bytes / GIB
     # Less takes less than a second.
     if locked >= 1:
         print(f"page-locked {locked:,.1f} GiB of host memory in {seconds:,.1f} s, {locked / seconds:,.1f} GiB/s")

@@ -9,6 +9,8 @@ from torch import nn
 from models.llama import Llama
 from offload.modes.mode import Attached
 from offload.optimizer.adamw import HostAdamW
+from offload.planning import PlannedSharers
+from offload.sharing.sharers import NO_SHARERS, Sharers
 from offload.streams import registry
 from offload.streams.transfer import Counters
 from tests.test_any_model import GPT2
@@ -124,14 +126,24 @@ def test_what_does_not_fit_the_model_is_refused(overrides: tuple[str, ...], mess
         components_of(*TINY_RUN, *overrides)
 
 
-def test_page_locking_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    components = components_under("layer_stream")
+@pytest.mark.parametrize(
+    ("mode", "sharers", "told"),
+    [
+        ("layer_stream", NO_SHARERS, "12.0 GiB of host memory in 4.0 s, 3.0 GiB/s"),
+        # A mode that shares nothing: four real ones would be four processes.
+        ("none", PlannedSharers(4), "48.0 GiB of host memory in 4.0 s, 12.0 GiB/s"),
+    ],
+)
+def test_page_locking_is_told_with_its_rate(
+    mode: str, sharers: Sharers, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    components = components_under(mode)
     times = iter([1.0, 5.0])
     monkeypatch.setattr("training.settle.components.perf_counter", lambda: next(times))
     monkeypatch.setattr(Attached, "counters", lambda _: Counters(host_pinned_bytes=12 * 2**30))
-    with acquired(components.device) as streams, attached(components, streams):
+    with acquired(components.device) as streams, attached(components, streams, sharers):
         pass
-    assert capsys.readouterr().out == "page-locked 12.0 GiB of host memory in 4.0 s, 3.0 GiB/s\n"
+    assert capsys.readouterr().out == f"page-locked {told}\n"
 
 
 def test_streams_are_released_after_an_error():
