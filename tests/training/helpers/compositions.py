@@ -1,7 +1,9 @@
 """Hydra reads and merges the same options of conf/ once: that takes most of a composition, and tests make thousands."""
 
-from copy import deepcopy
+import io
+import pickle
 from dataclasses import replace
+from typing import Any
 
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -17,9 +19,37 @@ from tests import ROOT
 _load = ConfigRepository.load_config
 _list = config_loader_impl.create_defaults_list
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
-_loaded: dict[str, ConfigResult] = {}
+
+
+class Snapshot:
+    """Copies an object of OmegaConf's by `load`, in a fifth of the time of a deepcopy: it is pickled once.
+
+    Its classes stay themselves: those that modes and optimizers declare are in no module, where pickle would find them.
+    """
+
+    def __init__(self, found: object):
+        self._classes: list[type] = []
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+        pickler.persistent_id = self._kept
+        pickler.dump(found)
+        self._bytes = file.getvalue()
+
+    def load(self) -> Any:
+        unpickler = pickle.Unpickler(io.BytesIO(self._bytes))
+        unpickler.persistent_load = self._classes.__getitem__
+        return unpickler.load()
+
+    def _kept(self, each: object) -> int | None:
+        if not isinstance(each, type):
+            return None
+        self._classes.append(each)
+        return len(self._classes) - 1
+
+
+_loaded: dict[str, Snapshot] = {}
 _lists: dict[str, DefaultsList] = {}
-_merged: dict[tuple, DictConfig] = {}
+_merged: dict[tuple, Snapshot] = {}
 
 
 def remember_options() -> None:
@@ -39,8 +69,8 @@ def _remembered_load(self: ConfigRepository, config_path: str) -> ConfigResult |
         found = _load(self, config_path)
         if found is None:
             return None
-        _loaded[config_path] = found
-    return deepcopy(_loaded[config_path])
+        _loaded[config_path] = Snapshot(found)
+    return _loaded[config_path].load()
 
 
 def _remembered_list(
@@ -61,8 +91,8 @@ def _remembered_merge(self: ConfigLoaderImpl, defaults: list[ResultDefault], rep
         return _merge(self, defaults, repo)
     key = tuple((each.config_path, each.package, each.parent, each.is_self) for each in defaults)
     if key not in _merged:
-        _merged[key] = _merge(self, defaults, repo)
-    return deepcopy(_merged[key])
+        _merged[key] = Snapshot(_merge(self, defaults, repo))
+    return _merged[key].load()
 
 
 def _is_of_conf(repo: IConfigRepository) -> bool:

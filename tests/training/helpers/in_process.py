@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from copy import deepcopy
 from functools import cache, lru_cache
 from io import StringIO
 from pathlib import Path
@@ -23,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from tests import ROOT
-from tests.training.helpers.compositions import remember_options
+from tests.training.helpers.compositions import Snapshot, remember_options
 from training.config import schema
 from training.config.validation import check
 from training.run.build import build
@@ -75,14 +74,14 @@ def conf_initialised() -> Iterator[None]:
 
 
 @lru_cache(100)
-def _composed(overrides: tuple[str, ...]) -> DictConfig:
+def _composed(overrides: tuple[str, ...]) -> Snapshot:
     with conf_initialised():
-        return compose("config", list(overrides), return_hydra_config=True)
+        return Snapshot(compose("config", list(overrides), return_hydra_config=True))
 
 
 def composed(*overrides: str, run_dir: Path = Path()) -> tuple[DictConfig, Invocation]:
     """Composes the configuration as `python train.py OVERRIDES` does; the run would write to `run_dir`."""
-    config = deepcopy(_composed(overrides))
+    config = _composed(overrides).load()
     invocation = Invocation.of(config.hydra, run_dir)
     with open_dict(config):
         del config["hydra"]
