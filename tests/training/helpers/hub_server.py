@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote
 
 import pytest
 from huggingface_hub import constants, hf_api
+from huggingface_hub.utils import _http
 
 MAIN = "main"
 FILES = {
@@ -137,3 +139,5 @@ def ask_here(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None
     monkeypatch.setattr(hf_api.api, "endpoint", address)
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    # Where nobody answers it asks five times again, and waits 23 s in between.
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))
