@@ -4,8 +4,9 @@ import io
 import pickle
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
-from hydra._internal import config_loader_impl
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
@@ -82,7 +83,9 @@ def _remembered_list(
     choices = (overrides.override_choices, overrides.append_group_defaults, overrides.deletions)
     key = repr((config_name, options, *choices))
     if key not in _lists:
-        _lists[key] = _list(repo, config_name, overrides_list, **options)
+        # A third of a composition makes what fills in `${...}`, which no list of conf/ has; one that had would fail.
+        with patch.object(defaults_list, "_create_interpolation_map", lambda *_: None):
+            _lists[key] = _list(repo, config_name, overrides_list, **options)
     return replace(_lists[key], config_overrides=overrides.config_overrides)
 
 
