@@ -8,11 +8,13 @@ plain attribute of the module meanwhile, which hides the parameter and leaves it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from torch import nn
+from torch import Tensor, nn
+
+from models.expert_layout import for_each_expert
 
 
 class ExpertsLora(ParamWrapper):
@@ -29,8 +31,9 @@ class ExpertsLora(ParamWrapper):
         weight = self.get_param()
         for adapter in active_adapters:
             left, right, scale = self.get_delta_factors(adapter)
-            # As in peft: a product in autocast's dtype would give the experts weights of another dtype.
-            with torch.autocast(weight.device.type, enabled=False):
+            # As in peft: a product in autocast's dtype would give the experts weights of another dtype. Plans run on
+            # the meta device, which has no autocast.
+            with nullcontext() if weight.is_meta else torch.autocast(weight.device.type, enabled=False):
                 weight = torch.baddbmm(weight, left, right, alpha=scale)
         vars(module)[name] = weight
         try:
@@ -39,8 +42,42 @@ class ExpertsLora(ParamWrapper):
             del vars(module)[name]
 
 
-def show_by_attribute(root: nn.Module) -> None:
-    """Makes peft's layers for single parameters inside `root` those of this module, in place."""
+class SharedExpertsLora(ExpertsLora):
+    """An adapter that all experts of a layer share: one A [rank, in] and one B [out, rank] for a parameter.
+
+    Megatron-Bridge calls it `share_expert_adapters`. peft has none, so its files have A and B for each expert
+    (`for_each_expert`), and the numbers are those of peft with such files.
+    """
+
+    @property
+    def stored_shapes(self) -> dict[nn.Parameter, torch.Size]:
+        """The shapes of A and B in peft's files."""
+        ((first,), (second,)) = (matrices.values() for matrices in (self.lora_A, self.lora_B))
+        return {
+            first.weight: torch.Size((self.num_experts * len(first.weight), first.weight.shape[1])),
+            second.weight: torch.Size((len(second.weight), self.num_experts * second.weight.shape[1])),
+        }
+
+    def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
+        # As peft has them in memory: the last bit of a product in bfloat16 depends on that.
+        first, second = (for_each_expert(one, shape) for one, shape in self.stored_shapes.items())
+        first = first.unflatten(0, (self.num_experts, -1))
+        second = second.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        left, right = (second, first) if self._did_swap_in_out_features else (first.mT, second.mT)
+        dtype = self.get_param().dtype
+        return left.to(dtype), right.to(dtype), self.scaling[adapter_name]
+
+    def get_delta_weight(self, adapter_name: str) -> Tensor:
+        left, right, scale = self.get_delta_factors(adapter_name)
+        return left @ right * scale
+
+
+def take_over(root: nn.Module, shared: bool) -> None:
+    """Makes peft's layers for single parameters inside `root` those of this module, in place, without values."""
     for module in root.modules():
         if type(module) is ParamWrapper:
-            module.__class__ = ExpertsLora
+            module.__class__ = SharedExpertsLora if shared else ExpertsLora
+            for axis, matrices in enumerate((module.lora_A, module.lora_B) if shared else ()):
+                (matrix,) = matrices.values()
+                rank = matrix.weight.shape[axis] // module.num_experts
+                matrix.weight = nn.Parameter(matrix.weight.detach().narrow(axis, 0, rank).clone())

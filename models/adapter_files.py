@@ -8,7 +8,7 @@ pipeline, `load_lora_adapter` of a model, and ComfyUI.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.adapters import NAME, config_of, root_of
+from models.adapters import NAME, adapter_layers, config_of, root_of
+from models.expert_layout import for_each_expert, of_one_expert
 from models.json_files import as_json, read_object
 from models.lora_files import ONLY, check_only, folded, read_lora, scale_of, scaled, shared_name
 from models.safetensors_files import DTYPES, StoredTensor, open_file, read_headers, read_into, write_tensors
@@ -53,6 +54,17 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for own, parameter in root.get_submodule(name).named_parameters(remove_duplicate=False)
     }
     return {f"{PREFIX}{name}": parameter for name, parameter in (low_rank | full).items()}
+
+
+def adapter_fill(model: nn.Module) -> Fill:
+    """Returns what fills peft's file of weights: with a matrix that experts share for each, made as it is written."""
+    tensors, shapes = adapter_tensors(model), _stored_shapes(model)
+    stored = {name: torch.empty(shape, dtype=tensors[name].dtype, device="meta") for name, shape in shapes.items()}
+
+    def read(name: str) -> Tensor:
+        return for_each_expert(tensors[name], shapes[name]) if name in shapes else tensors[name]
+
+    return partial(write_tensors, tensors=tensors | stored, read=read)
 
 
 def adapter_config(model: nn.Module, base: str | None = None, revision: str | None = None) -> bytes:
@@ -101,11 +113,18 @@ def shared_files(
 
 
 def adapter_values(folder: Path, instead: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Reads the tensors of peft's file in `folder`; `instead` says where their values are, if they are elsewhere."""
+    """Reads the tensors of peft's file in `folder`; `instead` says where their values are, if they are elsewhere.
+
+    A matrix that experts share may be there once, and is returned for each.
+    """
     own = read_headers([folder / WEIGHTS_FILE])
-    values = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in own.items()}
-    read_into(values, {**own, **instead})
-    return values
+    places = {**own, **instead}
+    values = {name: torch.empty(places[name].shape, dtype=DTYPES[entry.dtype]) for name, entry in own.items()}
+    read_into(values, places)
+    return {
+        name: value if value.shape == own[name].shape else for_each_expert(value, own[name].shape)
+        for name, value in values.items()
+    }
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> None:
@@ -125,10 +144,9 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
         values = {f"{PREFIX}{name}": tensor for name, tensor in read_lora(model, place)[0].items()}
     else:
         factor = _check_config(model, place / CONFIG_FILE)
-        read_into(*_fitting(model, place / WEIGHTS_FILE))
-        with open_file(place / WEIGHTS_FILE) as stored:
-            names = [name for name in stored.keys() if factor != 1 and ".lora_B." in name]  # noqa: SIM118
-            values = {name: scaled(stored.get_tensor(name), factor) for name in names}
+        load_adapter_tensors(model, place / WEIGHTS_FILE)
+        second = [name for name in adapter_tensors(model) if factor != 1 and ".lora_B." in name]
+        values = {name: scaled(value, factor) for name, value in _values(model, place / WEIGHTS_FILE, second)}
     targets = adapter_tensors(model)
     for name, tensor in values.items():
         targets[name].copy_(tensor)
@@ -136,7 +154,11 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
 
 def load_adapter_tensors(model: nn.Module, file: Path) -> None:
     """Copies the tensors of one file of peft's into `model`. Raises ValueError if they are not those of its adapter."""
-    read_into(*_fitting(model, file))
+    targets, stored = _fitting(model, file)
+    shared = _stored_shapes(model)
+    read_into({name: tensor for name, tensor in targets.items() if name not in shared}, stored)
+    for name, value in _values(model, file, shared):
+        targets[name].copy_(value)
 
 
 def check_adapter(model: nn.Module, path: Path) -> list[str]:
@@ -175,8 +197,12 @@ def _fitting(model: nn.Module, file: Path) -> tuple[dict[str, Tensor], dict[str,
         raise ValueError(f"{file} lacks tensor {first_and_count(absent)}, which this adapter has: choose its targets")
     if unknown := [name for name in stored if name not in targets]:
         raise ValueError(f"{file} has tensor {first_and_count(unknown)}, which this adapter lacks: choose its targets")
+    shapes = _stored_shapes(model)
     for name, tensor in targets.items():
-        check_fits(name, tensor, stored[name])
+        check_fits(name, tensor.new_empty(shapes.get(name, tensor.shape), device="meta"), stored[name])
+    # Reads them all, because one that differs would be lost.
+    for _ in _values(model, file, shapes):
+        pass
     first: dict[nn.Parameter, str] = {}
     for name, parameter in adapter_parameters(model).items():
         one = first.setdefault(parameter, name)
@@ -186,6 +212,28 @@ def _fitting(model: nn.Module, file: Path) -> tuple[dict[str, Tensor], dict[str,
                 " ensure_weight_tying=True"
             )
     return targets, stored
+
+
+def _stored_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Returns of the tensors that experts share the shapes that they have in peft's files."""
+    layers = [layer for _, layer in adapter_layers(model) if hasattr(layer, "stored_shapes")]
+    shapes = {parameter: shape for layer in layers for parameter, shape in layer.stored_shapes.items()}
+    return {name: shapes[parameter] for name, parameter in adapter_parameters(model).items() if parameter in shapes}
+
+
+def _values(model: nn.Module, file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields tensors of peft's file as `model` has them. Raises ValueError where the experts do not share one."""
+    targets, shared = adapter_tensors(model), _stored_shapes(model)
+    with open_file(file) as stored:
+        for name in names:
+            value = stored.get_tensor(name)
+            value = of_one_expert(value, targets[name].shape) if name in shared else value
+            if value is None:
+                raise ValueError(
+                    f"{file}: {name} is another for each expert, and experts=shared has one for all: give"
+                    " adapter.experts=true"
+                )
+            yield name, value
 
 
 def _check_config(model: nn.Module, file: Path) -> float:

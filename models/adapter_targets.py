@@ -69,14 +69,14 @@ def saved_names(root: nn.Module, patterns: Sequence[str], targets: Sequence[str]
 
 
 def expert_names(root: nn.Module) -> list[str]:
-    """Returns the names of the parameters that are the matrices of all experts of a layer, [experts, ...].
-
-    Raises ValueError if there are none.
-    """
-    names = _expert_names(root)
-    if not names:
-        raise ValueError("experts=true: the model has no experts that are one tensor: leave it false")
-    return names
+    """Returns the names of the parameters that are the matrices of all experts of a layer, [experts, ...]."""
+    return [
+        f"{name}.{own}"
+        for name, module in root.named_modules()
+        if name.endswith("experts") or type(module).__name__.endswith("Experts")
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
 
 
 def linear_names(root: nn.Module) -> dict[str, str]:
@@ -85,7 +85,7 @@ def linear_names(root: nn.Module) -> dict[str, str]:
     Kinds are "layer", "router" (which chooses experts) and "experts" (those of a layer in one tensor). Embeddings are
     none, and neither are convolutions.
     """
-    experts = {name.rpartition(".")[0] for name in _expert_names(root)}
+    experts = {name.rpartition(".")[0] for name in expert_names(root)}
     kinds = {}
     for name, module in root.named_modules():
         weight = module._parameters.get("weight")
@@ -133,16 +133,6 @@ def patterns_of(root: nn.Module, names: Sequence[str]) -> list[str]:
         fitting = (end for end in ends if not any(matches(other, end) for other in others))
         patterns.append(next(fitting, name))
     return patterns
-
-
-def _expert_names(root: nn.Module) -> list[str]:
-    return [
-        f"{name}.{own}"
-        for name, module in root.named_modules()
-        if name.endswith("experts") or type(module).__name__.endswith("Experts")
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3
-    ]
 
 
 def _matched(key: str, patterns: Sequence[str], among: Mapping[str, nn.Module], shown: Mapping) -> list[str]:

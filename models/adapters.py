@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # The name of the adapter inside peft's layers; files do not have it.
 NAME = "default"
+# As `Lora.experts`: one adapter for all experts of a layer.
+SHARED = "shared"
 # The attribute of wrappers that holds the library's own model, whose names files have.
 INNER = ("hf", "network")
 
@@ -41,7 +43,8 @@ class Lora:
         targets: patterns over the names of layers (`models.adapter_targets.matches`); None for all linear layers of the
             blocks.
         modules_to_save: patterns over the names of modules that train in full beside the adapters.
-        experts: the experts of a mixture that are one tensor have adapters too, each expert its own.
+        experts: the experts of a mixture that are one tensor have adapters too: True for each its own, "shared" for one
+            that all experts of a layer share (`models.adapter_experts`).
     """
 
     rank: int
@@ -49,7 +52,7 @@ class Lora:
     dropout: float = 0.0
     targets: Sequence[str] | None = None
     modules_to_save: Sequence[str] | None = None
-    experts: bool = False
+    experts: bool | str = False
 
     def peft_config(
         self, targets: Sequence[str], saved: Sequence[str] = (), parameters: Sequence[str] = ()
@@ -108,9 +111,9 @@ def inject(model: nn.Module, adapter: Lora, dtype: torch.dtype) -> None:
         inject_adapter_in_model(config, root, NAME)
     _check_places(root, adapter, targets, experts)
     if experts:
-        from models.adapter_experts import show_by_attribute
+        from models.adapter_experts import take_over
 
-        show_by_attribute(root)
+        take_over(root, shared=adapter.experts == SHARED)
     # peft wraps such modules in a copy of each; training the modules themselves is the same and takes no more memory.
     config.modules_to_save = saved or None
     for _, layer in adapter_layers(root):
@@ -231,16 +234,22 @@ def merge_adapter(model: nn.Module) -> None:
 
 
 def _expert_names(root: nn.Module, adapter: Lora) -> list[str]:
+    if adapter.experts not in (False, True, SHARED):
+        raise ValueError(f"experts={adapter.experts}: give true, false or {SHARED}")
     if not adapter.experts:
         return []
+    given = f"experts={str(adapter.experts).lower()}"
     # peft refuses both.
     if isinstance(adapter, Dora):
-        raise ValueError("experts=true: DoRA has no form for experts that are one tensor: take adapter=lora")
+        raise ValueError(f"{given}: DoRA has no form for experts that are one tensor: take adapter=lora")
     if adapter.dropout:
         raise ValueError(
             f"dropout={adapter.dropout}: experts that are one tensor take none: give dropout=0 or experts=false"
         )
-    return expert_names(root)
+    names = expert_names(root)
+    if not names:
+        raise ValueError(f"{given}: the model has no experts that are one tensor: leave it false")
+    return names
 
 
 def _check_places(root: nn.Module, adapter: Lora, targets: Sequence[str], experts: Sequence[str]) -> None:

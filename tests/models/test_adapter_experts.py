@@ -3,15 +3,17 @@
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from models.adapter_experts import ExpertsLora
-from models.adapter_files import adapter_tensors, check_adapter, load_adapter
+from models.adapter_files import WEIGHTS_FILE, adapter_tensors, adapter_values, check_adapter, load_adapter
 from models.adapters import (
     Dora,
     Lora,
@@ -27,7 +29,9 @@ from models.adapters import (
 from models.hf import TransformersModel, build_hf
 from models.quantise import quantise
 from models.quantise_formats import FORMATS
+from models.safetensors_files import read_headers
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap, find_blocks, recompute
+from offload.planning import dry_run
 from offload.weights.units import partition
 from tests.models.helpers.adapted import disturb, fill_base, with_memory
 from tests.models.helpers.hf_models import GROUPED, MIXTRAL, tiny
@@ -39,6 +43,7 @@ MODELS = {"qwen3_moe": QWEN, "mixtral": MIXTRAL}
 # The first has one tensor in a layer's experts whose matrices are transposed; the second has others beside experts.
 OTHERS = ("gpt_oss", "deepseek_v3")
 EXPERTS = Lora(4, 8, targets=["o_proj"], experts=True)
+SHARED = replace(EXPERTS, experts="shared")
 IDS = torch.arange(12).view(2, 6)
 DEVICE = {"trained": "device"}
 MODES: dict[str, Callable[[], Mode]] = {
@@ -93,10 +98,20 @@ def test_each_expert_has_an_adapter_that_trains(name: str):
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
-@pytest.mark.parametrize("kind", [Lora, RsLora])
+def test_an_adapter_for_all_experts_of_a_layer_is_of_the_size_of_one():
+    each, shared = (
+        sum(map(Tensor.numel, adapter_tensors(adapted("mixtral", kind)).values())) for kind in (EXPERTS, SHARED)
+    )
+    assert each - shared == 3 * 2 * 4 * ((16 + 64) + (32 + 16))
+    model = adapted("mixtral", SHARED)
+    model(IDS, IDS).backward()
+    assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("kind", [Lora(4, 8, experts=True), RsLora(4, 8, experts=True), Lora(4, 8, experts="shared")])
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
-def test_peft_reads_the_files_and_computes_and_merges_the_same(tmp_path: Path, name: str, kind: type[Lora]):
-    model = adapted(name, kind(4, 8, experts=True)).eval()
+def test_peft_reads_the_files_and_computes_and_merges_the_same(tmp_path: Path, name: str, kind: Lora):
+    model = adapted(name, kind).eval()
     save_adapter(model, tmp_path)
     loaded = PeftModel.from_pretrained(twin(model), tmp_path).eval()
     logits = model.hf(IDS).logits
@@ -123,6 +138,32 @@ def test_what_peft_saves_of_the_same_parameters_is_loaded(tmp_path: Path):
     theirs.save_pretrained(tmp_path)
     load_adapter(model, tmp_path)
     assert torch.equal(model.hf(IDS).logits, theirs(IDS).logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_shared_adapter_computes_in_bfloat16_what_peft_does_with_its_file(tmp_path: Path, name: str):
+    model = adapted(name, SHARED).eval().bfloat16()
+    save_adapter(model, tmp_path)
+    loaded = PeftModel.from_pretrained(twin(model).bfloat16(), tmp_path, autocast_adapter_dtype=False).eval()
+    assert torch.equal(loaded(IDS).logits, model.hf(IDS).logits)
+
+
+def test_a_shared_adapter_is_read_from_a_file_where_all_experts_have_it(tmp_path: Path):
+    model, other = adapted("mixtral", SHARED), adapted("mixtral", replace(SHARED, alpha=4))
+    save_adapter(model, tmp_path)
+    load_adapter(other, tmp_path)
+    for name, tensor in adapter_tensors(other).items():
+        assert torch.equal(tensor, adapter_tensors(model)[name] * (2 if "_B." in name else 1))
+    load_adapter(adapted("mixtral"), tmp_path)
+    averages = {name: tensor + 1 for name, tensor in adapter_tensors(model).items()}
+    save_file(averages, tmp_path / "ema.safetensors")
+    exported = adapter_values(tmp_path, read_headers([tmp_path / "ema.safetensors"]))
+    save_file(exported, tmp_path / WEIGHTS_FILE)
+    load_adapter(model, tmp_path)
+    assert all(torch.equal(tensor, averages[name]) for name, tensor in adapter_tensors(model).items())
+    save_adapter(adapted("mixtral"), tmp_path)
+    with pytest.raises(ValueError, match=r"lora_A.weight is another for each expert, .*: give adapter.experts=true$"):
+        check_adapter(model, tmp_path)
 
 
 def test_first_values_are_those_of_the_base_and_a_function_of_seed_and_name():
@@ -168,13 +209,15 @@ def test_autocast_computes_what_peft_does(precision: torch.dtype):
         assert torch.equal(theirs(IDS).logits, model.hf(IDS).logits)
 
 
-def trained(name: str, mode: Mode, again: bool = False, format: str | None = None) -> list[Tensor]:
+def trained(
+    name: str, mode: Mode, again: bool = False, format: str | None = None, experts: bool | str = True
+) -> list[Tensor]:
     """The losses of three steps of two microbatches, and what trains in the end; `again`: blocks recompute."""
     model = meta(name).train()
     if format is not None:
         names = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
         quantise(model, names, FORMATS[format]())
-    inject(model, EXPERTS, torch.float32)
+    inject(model, replace(EXPERTS, experts=experts), torch.float32)
 
     def loss(seed: int) -> Tensor:
         ids = torch.randint(40, (2, 7), generator=torch.Generator().manual_seed(seed))
@@ -198,8 +241,8 @@ def trained(name: str, mode: Mode, again: bool = False, format: str | None = Non
 
 
 @functools.cache
-def of_the_resident_model(name: str, format: str | None = None) -> list[Tensor]:
-    return trained(name, Resident(), format=format)
+def of_the_resident_model(name: str, format: str | None = None, experts: bool | str = True) -> list[Tensor]:
+    return trained(name, Resident(), format=format, experts=experts)
 
 
 @pytest.fixture
@@ -221,6 +264,23 @@ def test_three_steps_are_those_of_the_resident_model(name: str, mode: str, again
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("experts", [True, "shared"])
+@pytest.mark.usefixtures("small")
+def test_a_plan_counts_the_bytes_of_a_step(experts: bool | str):
+    model = meta("mixtral").train()
+    inject(model, replace(EXPERTS, experts=experts), torch.float32)
+    mode, on_meta = MODES["layer_stream"](), IDS.to("meta")
+    planned = dry_run(mode, model, [lambda: model(on_meta, on_meta)], on_gpu=False)
+    with under(mode, model) as attached:
+        fill(model)
+        with attached.step():
+            model(IDS, IDS).backward()
+        counters = attached.counters()
+    assert planned.total("h2d_bytes") == counters.h2d_bytes
+    assert planned.total("d2h_bytes") == counters.d2h_bytes == 0
+    assert planned.total("flops") > 0
+
+
 @pytest.mark.parametrize("mode", ["bounce_linear", "layer_stream", "shard_offload"])
 @pytest.mark.parametrize("format", ["int8", "nf4"])
 @pytest.mark.usefixtures("small")
@@ -230,9 +290,20 @@ def test_quantised_experts_train_the_same_in_every_mode(format: str, mode: str):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("mode", ["bounce_linear", "layer_stream_trained_too", "shard_offload"])
+@pytest.mark.usefixtures("small")
+def test_a_shared_adapter_trains_the_same_in_every_mode(mode: str):
+    expected = of_the_resident_model("gpt_oss", "nf4", "shared")
+    found = trained("gpt_oss", MODES[mode](), again=mode != "shard_offload", format="nf4", experts="shared")
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(
     ("name", "adapter", "message"),
     [
+        ("mixtral", Lora(4, 8, experts="each"), "^experts=each: give true, false or shared$"),
+        ("mixtral", Dora(4, 8, experts="shared"), "^experts=shared: DoRA has no form"),
+        ("gpt2", Lora(4, 8, experts="shared"), "^experts=shared: the model has no experts"),
         ("mixtral", Dora(4, 8, experts=True), "^experts=true: DoRA has no form for experts .*: take adapter=lora$"),
         ("mixtral", Lora(4, 8, 0.1, experts=True), "^dropout=0.1: experts .* take none: give dropout=0 or"),
         ("gpt2", Lora(4, 8, experts=True), "^experts=true: the model has no experts that are one tensor: leave it"),

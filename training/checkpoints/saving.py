@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from models.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
-from models.adapter_files import adapter_config, adapter_tensors
+from models.adapter_files import adapter_config, adapter_fill
 from models.llama import Llama
 from models.quantise import is_quantised
 from models.safetensors_files import split_into_files, write_tensors
@@ -146,25 +146,22 @@ class Checkpoints:
         states = split_into_files(OPTIMIZER_STEM, optimizer_tensors(self._model, self._optimizer), MAX_SHARD_BYTES)
         averages = split_into_files(EMA_STEM, self._averages, MAX_SHARD_BYTES) if self._averages else {}
         random = {RANDOM_FILE: random_states(self._streams.device)}
-        files = {
-            name: partial(write_tensors, tensors=tensors)
-            for name, tensors in (weights | states | averages | random).items()
-        }
+        files = weights | _fills(states | averages | random)
         texts |= {STATE_FILE: state.to_json(), CONFIG_FILE: config_text(self._config).encode()}
         return files | {name: bytes_of(text) for name, text in texts.items()}
 
-    def _weights(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
-        """Returns the tensors of each file of weights, and the texts that belong to them: of all, or of the adapter."""
+    def _weights(self) -> tuple[dict[str, Fill], dict[str, bytes]]:
+        """Returns what fills each file of weights, and the texts that belong to them: of all, or of the adapter."""
         if self._base is not None:
             texts = {BASE_FILE: self._base.to_json()}
             texts[ADAPTER_CONFIG_FILE] = adapter_config(self._model, self._base.name, self._base.revision)
-            return {ADAPTER_FILE: adapter_tensors(self._model)}, texts
+            return {ADAPTER_FILE: adapter_fill(self._model)}, texts
         weights, index = weight_files(self._model, MAX_SHARD_BYTES)
         texts = {} if index is None else {INDEX_FILE: index}
         # transformers cannot load quantised weights.
         if isinstance(self._model, Llama) and not is_quantised(self._model):
             texts[HUGGING_FACE_FILE] = hugging_face_config(self._config)
-        return weights, texts
+        return _fills(weights), texts
 
     def _refused(self, folder: Path, error: OSError, required: bool) -> None:
         cause = f"{folder} could not be saved ({_reason(error, folder)})"
@@ -172,6 +169,10 @@ class Checkpoints:
             advice = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix that"
             raise UserError(f"{cause}: {advice}, or choose another place with hydra.run.dir=PATH") from error
         logger.warning("%s: the run continues, and the checkpoints before it stay as they are", cause)
+
+
+def _fills(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Fill]:
+    return {name: partial(write_tensors, tensors=own) for name, own in tensors.items()}
 
 
 def _reason(error: OSError, folder: Path) -> str:

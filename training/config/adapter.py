@@ -24,7 +24,8 @@ class LoraAdapter(Built):
         alpha: scales what they compute, by alpha / rank (rslora: by alpha over the root of rank).
         dropout: share of their input that is dropped in training.
         targets: patterns over the names of layers, such as [q_proj,v_proj]; null is every linear layer of the blocks.
-        experts: experts of a mixture that are one tensor have adapters too, each expert its own.
+        experts: experts of a mixture that are one tensor have adapters too: true for each its own, shared for one that
+            all experts of a layer share.
         modules_to_save: patterns over the names of modules that train in full beside the adapters; null is none.
         weights: an adapter to start from: a folder of peft, such as a checkpoint, or for a model of diffusers a file of
             diffusers, kohya or others; null starts from the seed.
@@ -35,7 +36,7 @@ class LoraAdapter(Built):
     alpha: float = number(above=0)
     dropout: float = number(at_least=0, at_most=0.999)
     targets: list[str] | None = MISSING
-    experts: bool = MISSING
+    experts: bool | str = MISSING
     modules_to_save: list[str] | None = MISSING
     weights: str | None = MISSING
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from models.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_config, adapter_tensors
+from models.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_config, adapter_fill
 from models.diffusion_files import diffusion_files
 from models.hf_saving import hf_files
 from models.safetensors_files import write_tensors
@@ -40,4 +40,4 @@ def save_adapter(model: nn.Module, folder: Path, base: str | None = None) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_bytes(adapter_config(model, base))
     with open(folder / WEIGHTS_FILE, "wb") as file:
-        write_tensors(file.write, adapter_tensors(model))
+        adapter_fill(model)(file.write)
