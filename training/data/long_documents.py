@@ -23,7 +23,7 @@ MARGIN = 1 << 11
 COMMON = 32
 # Of so many kinds: in what repeats, tokens may depend on where it began.
 DISTINCT = 8
-# Pieces that have none are tokenised as one, up to so many characters.
+# Pieces that have none are tokenised as one, up to so many characters; then those of fewer kinds have to do.
 LONGEST = 1 << 20
 
 
@@ -49,7 +49,7 @@ class Part:
 def encoded(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool]]:
     """Yields (tokens, document_ends) of pieces (text, document_ends): together those of each document's whole text.
 
-    Raises UserError for a document that cannot be cut: of LONGEST characters the tokens depend on what is before them.
+    Raises UserError for a document that cannot be cut: of LONGEST characters all tokens depend on where they began.
     """
     looks_around = isinstance(tokenizer, LibraryTokenizer)
     last: Part | None = None
@@ -64,11 +64,15 @@ def encoded(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterato
             part = Part(window, ids, spans + window.start)
             if window.document_begins:
                 done = 0
-            elif (seam := _seam(last, part)) is not None and seam[0] >= done:
-                yield last.ids[done : seam[0]], False
-                done = seam[1]
             else:
-                part = _as_one(last, part, tokenizer, done)
+                seam = _seam(last, part, done, DISTINCT)
+                if seam is None and len(last.window.text) + len(window.text) > LONGEST:
+                    seam = _seam(last, part, done, 1)
+                if seam is None:
+                    part = _as_one(last, part, tokenizer, done)
+                else:
+                    yield last.ids[done : seam[0]], False
+                    done = seam[1]
             last = part
             if window.document_ends:
                 yield part.ids[done:], True
@@ -93,8 +97,11 @@ def windows(pieces: Iterable[tuple[str, bool]], margin: int) -> Iterator[Window]
         yield Window(before + held, start - len(before), start == 0, False)
 
 
-def _seam(first: Part, second: Part) -> tuple[int, int] | None:
-    """Returns how many tokens of the first part count, and from which on those of the second do; None: no seam."""
+def _seam(first: Part, second: Part, done: int, distinct: int) -> tuple[int, int] | None:
+    """Returns how many tokens of the first part count, `done` or more, and from which on those of the second do.
+
+    Around the place both have COMMON tokens of `distinct` kinds. None: there is no such place.
+    """
     begin = int(np.searchsorted(first.places[:, 0], second.window.start))
     stop = int(np.searchsorted(second.places[:, 0], first.window.start + len(first.window.text)))
     of_second = {token: number for number, token in enumerate(_tokens(second, slice(stop)))}
@@ -103,8 +110,9 @@ def _seam(first: Part, second: Part) -> tuple[int, int] | None:
         place = of_second.get(token, -1)
         run = run + 1 if place == last + 1 and run else int(place >= 0)
         last = place
-        if run >= COMMON and len(set(ids[number + 1 - COMMON : number + 1])) >= DISTINCT:
-            found.append((number + 1 - COMMON // 2, place + 1 - COMMON // 2))
+        here = number + 1 - COMMON // 2
+        if run >= COMMON and here >= done and len({*ids[number + 1 - COMMON : number + 1]}) >= distinct:
+            found.append((here, place + 1 - COMMON // 2))
     return found[len(found) // 2] if found else None
 
 

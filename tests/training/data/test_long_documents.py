@@ -99,9 +99,18 @@ def test_a_document_that_does_not_end_is_given_out(text: str) -> None:
 def test_what_cannot_be_cut_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_documents, "LONGEST", 30_000)
     tokenizer = LibraryTokenizer("given", sentence_piece(text[:9000]), "</s>")
+    monkeypatch.setattr(long_documents, "COMMON", 10_000)
     joined(cut("-" * 29_000, 4000), tokenizer)
     with pytest.raises(UserError, match=r"^dataset: a document has 3\d+ characters .*: shorten it where it repeats '-"):
         joined(cut("-" * 40_000, 4000), tokenizer)
+
+
+def test_long_repetitions_are_cut_where_words_are(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in files of numbers: they have few kinds of tokens."""
+    monkeypatch.setattr(long_documents, "LONGEST", 10_000)
+    made, document = byte_level(text[:9000]), "0, 1,\n" * 9000
+    expected = made.encode(document, add_special_tokens=False).ids
+    assert joined(cut(document, 4001), LibraryTokenizer("given", made, "</s>")) == [expected]
 
 
 def test_bytes_need_no_margins() -> None:
