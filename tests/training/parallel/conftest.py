@@ -1,6 +1,6 @@
 """Runs on several devices within the process of a test, which is rank 0: only the other ranks are started."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,15 @@ from training.run.loop import train
 RUN = (*TINY_RUN, "eval.every=3", "eval.batches=2", "checkpoint.every=2", "checkpoint.keep=9", "log_every=1")
 
 
-def run_ranks(folder: Path, *overrides: str, watch: Callable[[Ranks], None] = lambda ranks: None) -> dict:
-    """Runs `python train.py OVERRIDES` with its files in `folder`; calls `watch` once the ranks are connected."""
+def run_ranks(
+    folder: Path,
+    *overrides: str,
+    watch: Callable[[Ranks], None] = lambda ranks: None,
+    run: Sequence[str] = RUN,
+) -> dict:
+    """Runs `python train.py RUN OVERRIDES` with its files in `folder`; calls `watch` once the ranks are connected."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, invocation = composed(*RUN, *overrides, run_dir=folder)
+    config, invocation = composed(*run, *overrides, run_dir=folder)
     check(config)
     with signals_as_before(), connected(config, None) as ranks:
         watch(ranks)
