@@ -45,9 +45,10 @@ def check(config: DictConfig) -> None:
         _check_option(config, group, group, options)
     if "weights" in config.offload:
         _check_option(config.offload, "weights", "offload.weights", SCHEMAS["offload"])
-    for key, node in _sections(config):
+    sections = list(_sections(config))
+    for key, node in sections:
         _check_keys(key, node)
-    for key, node in _sections(config):
+    for key, node in sections:
         _check_ranges(key, node)
     _check_rules(config)
     make_mode(config.offload)

@@ -1,5 +1,6 @@
 """Tiny pipelines of diffusers, made from configurations: their encoders, networks and tokenizers have random values."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -307,6 +308,8 @@ PIPELINES: dict[str, Callable[[], DiffusionPipeline]] = {
     made.__name__: made for made in (flux, sd3, sdxl, pixart, qwen_image, wan, ltx, stable_diffusion, chroma, z_image)
 }
 
+_SAVED: dict[str, Path] = {}
+
 
 def made(name: str) -> DiffusionPipeline:
     """Returns a tiny pipeline; its values are the same each time."""
@@ -320,7 +323,8 @@ def network_of(pipeline: DiffusionPipeline) -> nn.Module:
 
 
 def saved(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a tiny pipeline."""
-    folder = tmp_path_factory.mktemp(name)
-    made(name).save_pretrained(folder)
-    return folder
+    """Returns a folder of the caller's own with a tiny pipeline, which is saved once and copied for each."""
+    if name not in _SAVED:
+        _SAVED[name] = tmp_path_factory.mktemp(f"{name}_saved")
+        made(name).save_pretrained(_SAVED[name])
+    return shutil.copytree(_SAVED[name], tmp_path_factory.mktemp(name), dirs_exist_ok=True)
