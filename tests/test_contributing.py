@@ -17,36 +17,17 @@ FILES = {
     "yaml": (f"conf/offload/{NAME}.yaml", "conf/task/denoising.yaml"),
 }
 RUN = (
-    "model.hidden_size=16",
-    "model.intermediate_size=32",
-    "seq_len=16",
-    "batch_size=2",
-    "steps=3",
-    "log_every=1",
-    "dataset=synthetic",
-    "device=cpu",
-    "hardware=h200",
-    "tracking=disabled",
-)
+    "model.hidden_size=16", "model.intermediate_size=32", "seq_len=16", "batch_size=2", "steps=3", "log_every=1",
+    "dataset=synthetic", "device=cpu", "hardware=h200", "tracking=disabled",
+)  # fmt: skip
 
 
 TASK = (
-    "task=denoising",
-    "model=diffusers",
-    "model.source=unet_small",
-    "model.overrides={block_out_channels: [8, 16], norm_num_groups: 4}",
-    "dataset=glyphs",
-    "dataset.characters=ABCDEFGH",
-    "dataset.size=16",
-    "dataset.count=50",
-    "batch_size=4",
-    "microbatches=2",
-    "steps=2",
-    "log_every=1",
-    "device=cpu",
-    "hardware=h200",
-    "tracking=disabled",
-)
+    "task=denoising", "model=diffusers", "model.source=unet_small",
+    "model.overrides={block_out_channels: [8, 16], norm_num_groups: 4}", "dataset=glyphs",
+    "dataset.characters=ABCDEFGH", "dataset.size=16", "dataset.count=50", "batch_size=4", "microbatches=2", "steps=2",
+    "log_every=1", "device=cpu", "hardware=h200", "tracking=disabled",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -85,13 +85,9 @@ def test_an_example_trains(
 def test_the_sweep_compares_its_modes(tmp_path: Path):
     (arguments,) = commands(EXAMPLES / "experiment" / "mode_sweep.yaml")
     small = (
-        "dataset=synthetic",
-        "model.hidden_size=16",
-        "model.intermediate_size=32",
-        "seq_len=32",
-        "recompute=none",
+        "dataset=synthetic", "model.hidden_size=16", "model.intermediate_size=32", "seq_len=32", "recompute=none",
         "seed=0",
-    )
+    )  # fmt: skip
     command = [sys.executable, "train.py", *arguments, *SHORT, *small, f"hydra.sweep.dir={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -29,14 +29,9 @@ from training.runs.records import read_metrics, read_summary
 from training.settle.components import acquired, attached
 
 SMALL = (
-    *SMALL_MODEL,
-    "seq_len=32",
-    "steps=6",
-    "log_every=1",
-    "dataset=stdlib",
-    "dataset.max_tokens=50000",
+    *SMALL_MODEL, "seq_len=32", "steps=6", "log_every=1", "dataset=stdlib", "dataset.max_tokens=50000",
     "tracking=disabled",
-)
+)  # fmt: skip
 MODES = {
     "none": (),
     "bounce_linear": ("offload=bounce_linear", "optimizer=host_adamw"),

@@ -71,19 +71,10 @@ def test_the_pages_of_the_api_have_every_public_name(tmp_path: Path):
 @pytest.mark.slow
 def test_the_sweep_is_planned_and_run_and_compared(tmp_path: Path):
     small = (
-        "dataset=synthetic",
-        "model=tiny",
-        "model.hidden_size=16",
-        "model.intermediate_size=32",
-        "seq_len=32",
-        "steps=3",
-        "device=cpu",
-        "hardware=h200",
-        "tracking=disabled",
-        "seed=0",
-        "recompute=none",
+        "dataset=synthetic", "model=tiny", "model.hidden_size=16", "model.intermediate_size=32", "seq_len=32",
+        "steps=3", "device=cpu", "hardware=h200", "tracking=disabled", "seed=0", "recompute=none",
         "offload=none,layer_stream",
-    )
+    )  # fmt: skip
     plan, run, again = commands(DOCS / "paper_sweep.md")
     (compare,) = commands(DOCS / "paper_sweep.md", "scripts/compare.py")
     in_folder = [argument.replace("runs/paper", str(tmp_path / "runs")) for argument in compare]

@@ -45,16 +45,9 @@ tensor_swap.MIN_BYTES = 1024
 
 # No clipping: with it host_adamw rounds another way. A checkpoint of this model has more than 64 blocks of a disk.
 RUN = (
-    *TINY_RUN,
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "dataset=synthetic",
-    "microbatches=2",
-    "clip_norm=null",
-    "log_every=1",
-    "checkpoint.every=1",
-    "resume=auto",
-)
+    *TINY_RUN, "model.hidden_size=32", "model.intermediate_size=64", "dataset=synthetic", "microbatches=2",
+    "clip_norm=null", "log_every=1", "checkpoint.every=1", "resume=auto",
+)  # fmt: skip
 OPTIMIZERS = {"adamw": ("optimizer=adamw",), "host_adamw": ("optimizer=host_adamw",)}
 RESIDENT = ("offload=none", "optimizer=adamw")
 # Longer than any of these runs takes on a busy machine.

@@ -38,13 +38,8 @@ def test_the_wheel_has_the_engine_alone(tmp_path: Path):
         else:
             shutil.copy(ROOT / name, source)
     options = [
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--disable-pip-version-check",
-        "--wheel-dir",
-        tmp_path,
-    ]
+        "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--wheel-dir", tmp_path,
+    ]  # fmt: skip
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", *options, source], check=True, capture_output=True, timeout=300
     )

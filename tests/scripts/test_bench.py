@@ -71,16 +71,8 @@ def test_formats_are_clipped_and_a_wrong_one_is_named():
     shape = ["--hidden=64", "--intermediate=128", "--heads=4", "--blocks=2", "--seq-len=16", "--steps=1"]
     keys = ["--modes", "layer_stream", "--optimizer", "--clip-norm=1e-3", "--threads=1"]
     command = [
-        sys.executable,
-        "scripts/bench.py",
-        "--device",
-        "cpu",
-        *shape,
-        *keys,
-        "--formats",
-        "stochastic,int8",
-        "bf16",
-    ]
+        sys.executable, "scripts/bench.py", "--device", "cpu", *shape, *keys, "--formats", "stochastic,int8", "bf16",
+    ]  # fmt: skip
     rows = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     ).stdout.splitlines()[2:]

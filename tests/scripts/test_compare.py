@@ -16,14 +16,9 @@ from training.runs.files import COMPARE_CSV_FILE, COMPARE_LATEX_FILE, COMPARE_MA
 TABLES = {COMPARE_CSV_FILE, COMPARE_LATEX_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE}
 FILES = TABLES | {f"{name}.png" for name in FIGURES}
 SMALL = (
-    *SMALL_MODEL,
-    "seq_len=32",
-    "steps=3",
-    "warmup_steps=1",
-    "dataset=stdlib",
-    "dataset.max_tokens=20000",
+    *SMALL_MODEL, "seq_len=32", "steps=3", "warmup_steps=1", "dataset=stdlib", "dataset.max_tokens=20000",
     "tracking=disabled",
-)
+)  # fmt: skip
 
 
 def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

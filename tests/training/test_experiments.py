@@ -22,16 +22,9 @@ from training.sweeps import launcher
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 SMALL = (
-    "model=tiny",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "batch_size=2",
-    "steps=3",
-    "warmup_steps=1",
-    "device=cpu",
-    "tracking=disabled",
-    "dataset.max_tokens=50000",
-)
+    "model=tiny", "model.hidden_size=32", "model.intermediate_size=64", "batch_size=2", "steps=3", "warmup_steps=1",
+    "device=cpu", "tracking=disabled", "dataset.max_tokens=50000",
+)  # fmt: skip
 
 schema.register()
 launcher.register_launcher()

@@ -14,14 +14,8 @@ from training.data.datasets import SyntheticTokens
 from training.errors import UserError
 
 RUN = (
-    *TINY_RUN,
-    "steps=4",
-    "log_every=1",
-    "eval.every=3",
-    "eval.batches=3",
-    "precision=fp32",
-    "dataset.vocab_size=257",
-)
+    *TINY_RUN, "steps=4", "log_every=1", "eval.every=3", "eval.batches=3", "precision=fp32", "dataset.vocab_size=257",
+)  # fmt: skip
 # The labels of each row, of seq_len=32: some have none, first, last, between, and two in a row, the half of a batch.
 LABELS = [(30, 0, 3, 11), (0, 7, 1, 0), (0, 0, 32, 2), (5, 1, 0, 0)]
 

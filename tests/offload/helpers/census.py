@@ -95,15 +95,9 @@ def assert_leaves_nothing(run: Callable[[], None], objects: int, resident_bytes:
 def hooks_of(model: nn.Module) -> int:
     """Returns the number of hooks on the modules and parameters of `model`."""
     modules = [
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    ]
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+        "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    ]  # fmt: skip
     count = sum(len(getattr(module, name)) for module in model.modules() for name in modules)
     for parameter in model.parameters():
         count += len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())

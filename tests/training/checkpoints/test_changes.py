@@ -47,16 +47,9 @@ def test_another_class_of_model_is_one_key(tmp_path: Path):
 
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path, finished: Path, run_here, at, content):
     changes = (
-        "offload=layer_stream",
-        "offload.slots=2",
-        "recompute=block",
-        "optimizer=host_adamw",
-        "optimizer.threads=1",
-        "log_every=1",
-        "checkpoint.every=1",
-        "on_nonfinite=skip",
-        "tracking.project=other",
-    )
+        "offload=layer_stream", "offload.slots=2", "recompute=block", "optimizer=host_adamw", "optimizer.threads=1",
+        "log_every=1", "checkpoint.every=1", "on_nonfinite=skip", "tracking.project=other",
+    )  # fmt: skip
     run_here(tmp_path / "new", f"resume={at(finished, 3)}", *changes)
     assert content(at(tmp_path / "new", 6)) == content(at(finished, 6))
 

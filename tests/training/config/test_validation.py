@@ -32,14 +32,8 @@ BASES = (
 )
 # Values that fit no key, whatever its type.
 NEVER = (
-    "{}",
-    "{a: 1}",
-    "[[1]]",
-    "[null]",
-    "{_target_: os.system, command: id}",
-    "[{_target_: os.system}]",
-    "${nowhere}",
-)
+    "{}", "{a: 1}", "[[1]]", "[null]", "{_target_: os.system, command: id}", "[{_target_: os.system}]", "${nowhere}",
+)  # fmt: skip
 NUMBERS = ("nan", "inf", "-inf", "-1", "1e400", "1000000000000000000000000000000")
 ODD = ("''", "abc", "1.5", "true", "null", "[]", "[1,2]", "-5GiB", "nanGiB", "101%", "../..", "???", "${oc.env:NOPE}")
 

@@ -172,13 +172,8 @@ def test_a_rank_that_ends_in_a_gather_is_named(tmp_path: Path):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_is_killed_at_any_moment_ends_the_run_and_leaves_no_memory(tmp_path: Path, lost: int):
     keys = (
-        "devices=2",
-        "microbatches=1",
-        "clip_norm=null",
-        "steps=1000000",
-        "eval.every=null",
-        "checkpoint.every=null",
-    )
+        "devices=2", "microbatches=1", "clip_norm=null", "steps=1000000", "eval.every=null", "checkpoint.every=null",
+    )  # fmt: skip
     command = [sys.executable, "train.py", *RUN, *STREAMED, *keys, f"hydra.run.dir={tmp_path}"]
     before, metrics = homes_in_use(), tmp_path / "metrics.jsonl"
     with open(tmp_path / "console", "w") as console:

@@ -20,14 +20,9 @@ from training.planning.report import Limit, RunPlan
 from training.settle.components import Components
 
 SMALL = (
-    "dataset=synthetic",
-    "hardware=rtx4090",
-    "model.hidden_size=32",
-    "model.intermediate_size=1024",
-    "model.num_hidden_layers=3",
-    "batch_size=4",
-    "seq_len=64",
-)
+    "dataset=synthetic", "hardware=rtx4090", "model.hidden_size=32", "model.intermediate_size=1024",
+    "model.num_hidden_layers=3", "batch_size=4", "seq_len=64",
+)  # fmt: skip
 STREAMED = ("offload=layer_stream", "optimizer.device_share=0", "optimizer.speculate=off")
 SETTINGS = tuple(itertools.product(("adamw", "host_adamw"), ("fp32", "bf16"), ("none", "block")))
 # Every second mode, each with another setting: the whole product would take minutes.

@@ -127,12 +127,9 @@ def test_only_formats_that_memory_alone_limits_are_planned_to_be_faster():
 @pytest.mark.slow
 def test_updates_that_the_step_waits_for_are_noted(planned):
     sizes = (
-        "model.hidden_size=2048",
-        "model.intermediate_size=8192",
-        "precision=bf16",
-        "offload=layer_stream",
+        "model.hidden_size=2048", "model.intermediate_size=8192", "precision=bf16", "offload=layer_stream",
         "optimizer=adamw",
-    )
+    )  # fmt: skip
     (note,) = planned(*sizes).notes
     assert note.startswith("optimizer=host_adamw hides updates")
     assert planned(*sizes, "optimizer=host_adamw", "clip_norm=null").notes == ()

@@ -10,11 +10,8 @@ from training.config.modes import mode_options
 
 MODES = tuple(mode_options())
 KEYS = (
-    "transfer/h2d_gib",
-    "transfer/d2h_gib",
-    "transfer/activations_h2d_gib",
-    "transfer/activations_d2h_gib",
-)
+    "transfer/h2d_gib", "transfer/d2h_gib", "transfer/activations_h2d_gib", "transfer/activations_d2h_gib",
+)  # fmt: skip
 JOB = ("steps=2", "warmup_steps=1", "log_every=1", "seq_len=32", "dataset=synthetic", "tracking=disabled")
 # Groups of query heads share a key, which attention then saves once.
 HEADS = ("model.num_attention_heads=4", "model.num_key_value_heads=2")

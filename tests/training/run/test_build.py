@@ -27,13 +27,9 @@ from training.settle import components
 from training.settle.components import STATES_OF_SPARE, acquired, attached
 
 JOB = (
-    *TINY_RUN,
-    "dataset=synthetic",
-    "offload=layer_stream",
-    "optimizer=host_adamw",
-    "recompute=block",
+    *TINY_RUN, "dataset=synthetic", "offload=layer_stream", "optimizer=host_adamw", "recompute=block",
     "checkpoint.every=3",
-)
+)  # fmt: skip
 # The steps of `build` behind the one that acquires streams, by the names under which they are called.
 STEPS = (
     (build_module, "record_hardware"),

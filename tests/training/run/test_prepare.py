@@ -34,14 +34,9 @@ def test_the_base_of_an_adapter_is_named_by_its_seed(tmp_path: Path):
 def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
     # 31 sequences of 32 tokens, 4 in a step.
     job = (
-        *TINY_RUN,
-        "dataset=stdlib",
-        "dataset.max_tokens=1000",
-        "steps=null",
-        "log_every=1",
-        "schedule=linear",
+        *TINY_RUN, "dataset=stdlib", "dataset.max_tokens=1000", "steps=null", "log_every=1", "schedule=linear",
         "checkpoint.every=6",
-    )
+    )  # fmt: skip
     assert run_here(tmp_path / "run", *job, "epochs=1.5")["steps"] == 12
     *_, last = map(json.loads, (tmp_path / "run" / METRICS_FILE).read_text().splitlines())
     assert (last["train/tokens"], last["train/epoch"]) == (12 * 4 * 32, pytest.approx(48 / 31))

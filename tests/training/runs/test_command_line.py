@@ -111,14 +111,8 @@ def test_the_keys_of_swept_options_are_left_to_the_jobs():
     """Hydra composes the sweep itself with offload=none, which has no slots."""
     swept = ["-m", "offload=layer_stream,bounce_linear"]
     given = [
-        "offload.slots=2",
-        "offload.include=[a,'b c']",
-        "steps=3",
-        "seed=1,2",
-        "hydra.sweep.dir=x",
-        "+a.b=1",
-        "a.b=",
-    ]
+        "offload.slots=2", "offload.include=[a,'b c']", "steps=3", "seed=1,2", "hydra.sweep.dir=x", "+a.b=1", "a.b=",
+    ]  # fmt: skip
     left = ["offload.slots=choice(2)", "offload.include=choice([a,'b c'])", *given[2:]]
     assert for_hydra([*swept, *given]) == [*swept, *left]
     assert for_hydra(["-m", "seed=1,2", *given]) == ["-m", "seed=1,2", *given]

@@ -172,18 +172,9 @@ def test_a_parameter_that_wraps_others_and_trains_is_refused_in_one_line():
 
 
 DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.int64,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.int64,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (9,), (17,), (31,), (5, 7)])
