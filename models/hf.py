@@ -33,7 +33,7 @@ from models.hf_packed import (
     starts_for,
     without_padding_warning,
 )
-from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
+from models.hf_source import CAUSAL_LM, EXPERTS, find_source, one_line, same_again
 from models.library_dtypes import Keeps, keep_float32
 from models.loss import IGNORED_LABEL, averages
 from models.packed_attention import avoid_cudnn_attention, positions_in
@@ -58,7 +58,8 @@ def build_hf(
 
     Args:
         source, task: see `models.hf_source.find_source`.
-        overrides: keys of the configuration with other values, such as `{"num_hidden_layers": 4}`.
+        overrides: keys of the configuration with other values, such as `{"num_hidden_layers": 4}`; or
+            `{"experts_implementation": "batched_mm"}`, a choice of transformers that no configuration keeps.
         attention: "sdpa", "eager", or another backend of transformers; "auto" is sdpa where the architecture has it.
         dtype: that of `from_pretrained(dtype=...)`, by default torch's default dtype. What transformers keeps in
             float32 (rotary frequencies, some routers) is float32.
@@ -81,6 +82,9 @@ def build_hf(
         reason = one_line(error).partition(". ")[0]
         advice = f" (attention={attention}: auto takes what the architecture has)" if chosen else ""
         raise ValueError(f"{config.model_type}: {reason}{advice}") from error
+    experts = (overrides or {}).get(EXPERTS)
+    if experts is not None and not any(map(_chooses_products, model.modules())):
+        raise ValueError(f"{EXPERTS}={experts}: {config.model_type} has no experts that take it: leave it out")
     if torch.get_default_device().type == "meta":
         # torch.normal and torch.Tensor make tensors of the CPU all the same.
         model = nn.Module.to(model, "meta")
@@ -97,6 +101,12 @@ class TransformersModel(nn.Module):
         super().__init__()
         without_padding_warning(model)
         self.hf = model
+
+    @property
+    def experts_implementation(self) -> str | None:
+        """The name of what of transformers computes the products of experts; None where there is no choice."""
+        experts = next(filter(_chooses_products, self.hf.modules()), None)
+        return None if experts is None else experts.config._experts_implementation
 
     def fill_buffers(self) -> None:
         """See `models.built_again.fill_buffers`. transformers computes the values in float32."""
@@ -284,6 +294,14 @@ class ImageClassifier(TransformersModel):
         output = self.hf(pixel_values=images)
         # PP-LCNet's are under another name.
         return output.last_hidden_state if output.get("logits") is None else output.logits
+
+
+def _chooses_products(module: nn.Module) -> bool:
+    """Tells whether a module has the experts of a layer, whose products transformers computes in one of several ways.
+
+    Its own exporters tell these by the same attributes, which `use_experts_implementation` gives them.
+    """
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def _keeps(model: PreTrainedModel) -> Keeps:

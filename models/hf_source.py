@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -26,6 +27,8 @@ CAUSAL_LM, CLASSIFICATION = "causal_lm", "classification"
 # The model types that have a model for each task.
 TYPES = {CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, CLASSIFICATION: MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES}
 CONFIG_FILE = "config.json"
+# An override that is no key of a configuration, and the one of its values that transformers does not register.
+EXPERTS, EAGER = "experts_implementation", "eager"
 # Causal language models by transformers' account that see later tokens unless they are given masks.
 SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
 # The keys by which others do; at "vision" the tokens of an image see each other.
@@ -134,11 +137,15 @@ class Source:
 
         A value that is itself a mapping is merged into the sub-configuration or the dict of that name. Values that
         the class derives from others (a list with the type of each layer) are derived after the overrides.
+        `experts_implementation` says what of transformers computes the products of experts; by default it chooses.
 
         Raises ValueError if a key is unknown, or is decided elsewhere; a value has another type, or transformers
         refuses the values together. The message is one line.
         """
         overrides = dict(overrides or {})
+        experts, known = overrides.pop(EXPERTS, None), (EAGER, *sorted(ALL_EXPERTS_FUNCTIONS.keys()))
+        if experts is not None and experts not in known:
+            raise ValueError(f"{EXPERTS}={experts!r}: must be one of {', '.join(known)}")
         try:
             found = self.config_class.from_dict(dict(self.values))
             config = self.config_class.from_dict(merged_values(found, self.values, overrides))
@@ -148,6 +155,7 @@ class Source:
         # Each class refuses values in its own way; some miss a package.
         except Exception as error:
             raise ValueError(f"the configuration of {self.config_class.model_type}: {one_line(error)}") from error
+        config._experts_implementation = experts
         sees = getattr(config.get_text_config(), SEES_ALL, None)
         if self.task == CAUSAL_LM and sees in (True, "all"):
             raise ValueError(

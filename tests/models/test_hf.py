@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from models.generation import can_generate
 from models.hf import build_hf, cross_entropy
-from models.hf_source import sub_configs
+from models.hf_source import same_again, sub_configs
 from models.loss import Head
 from offload.planning import left_as_found
 from tests.models.helpers.hf_models import BATCH, CLASSES, LANGUAGE, LENGTH, MODELS, VISION, VOCABULARY, batch, tiny
@@ -232,6 +232,27 @@ def test_an_auxiliary_loss_that_transformers_lacks_is_refused():
         pytest.raises(ValueError, match=r"^output_router_logits=true: glm4_moe has no auxiliary"),
     ):
         build_hf("glm4_moe", "causal_lm", {"output_router_logits": True, "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("value", ["eager", "batched_mm"])
+def test_experts_are_computed_as_given(value: str, monkeypatch: pytest.MonkeyPatch):
+    products, own = [], torch.nn.functional.grouped_mm
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda *a, **k: products.append(1) or own(*a, **k))
+    model, other = tiny("mixtral"), tiny("mixtral", experts_implementation=value)
+    assert (model.experts_implementation, other.experts_implementation) == ("grouped_mm", value)
+    expected = model(*batch("mixtral"))
+    assert len(products) == 4
+    torch.testing.assert_close(other(*batch("mixtral")), expected)
+    assert len(products) == 4
+    assert same_again(other.hf).config._experts_implementation == value
+    assert tiny("qwen3").experts_implementation is None
+
+
+def test_experts_that_nothing_computes_are_refused():
+    with pytest.raises(ValueError, match=r"^experts_implementation='grouped': must be one of eager, batched_mm, "):
+        tiny("mixtral", "meta", experts_implementation="grouped")
+    with pytest.raises(ValueError, match=r"^experts_implementation=eager: qwen3 has no experts that take it"):
+        tiny("qwen3", "meta", experts_implementation="eager")
 
 
 def test_experts_are_balanced_by_their_logits_once_after_forwards_of_a_plan():

@@ -203,8 +203,8 @@ class Group(Ranks):
             self.messages.tell("finish")
             self.messages.reports(patient=True)
 
-    def measured(self, values: dict[str, float]) -> list[dict[str, float]]:
-        self.messages.tell("measure")
+    def measured(self, values: dict, order: str = "measure") -> list[dict]:
+        self.messages.tell(order)
         return self.messages.reports(values)
 
     def check_equal(self, saves: bool) -> None:

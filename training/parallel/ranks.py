@@ -124,8 +124,8 @@ class Ranks:
         """Waits for the updates that are under way of all weights that this rank will read."""
         optimizer.finish()
 
-    def measured(self, values: dict[str, float]) -> list[dict[str, float]]:
-        """Returns the measured `values` of all ranks, in their order."""
+    def measured(self, values: dict, order: str = "measure") -> list[dict]:
+        """Returns the measured `values` of all ranks, in their order. The others measure theirs at `order`."""
         return [values]
 
     def abandon(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from hydra.utils import instantiate
@@ -14,6 +15,7 @@ from offload.knobs import GIB, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
 from training.metrics.progress import phase, print_brief
+from training.metrics.routers import RouterMeter
 from training.metrics.run_names import chosen_options, model_name, run_label, run_name, run_tags
 from training.metrics.wandb_tracker import Tracker, plain
 from training.optim import build_schedule, by_decay, warn_of_rates
@@ -39,6 +41,11 @@ class RankJob:
     optimizer: HostAdamW | OwnOptimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
     ranks: Ranks
+
+    @cached_property
+    def routers(self) -> RouterMeter:
+        """Counts where the routers of a mixture of experts send tokens."""
+        return RouterMeter(self.components.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +81,7 @@ def build(
         # Before anything large is allocated, so that the tracker also records a run that has no memory.
         # Two runs that resume elsewhere from one checkpoint would be mixed in wandb.
         tracking_id = run.start.tracking_id if run.resumes_here else None
-        tracker = build_tracker(config, invocation, hardware, tracking_id)
+        tracker = build_tracker(components, hardware, tracking_id)
         explained = memory_explained(components, plan)
         speculation = planned_speculation(components, plan)
         ranks.begin(config, invocation, speculation)
@@ -166,12 +173,15 @@ def place_states_in_spare_vram(job: RankJob) -> None:
     job.attached.trained.place_states(components.room_for_states(spare))
 
 
-def build_tracker(config: DictConfig, invocation: Invocation, hardware: dict, resume_id: str | None = None) -> Tracker:
+def build_tracker(components: Components, hardware: dict, resume_id: str | None = None) -> Tracker:
     """Makes the run in wandb, named as in a comparison and tagged with its options, or continues that of `resume_id`.
 
-    Its configuration also has `label`, the name without the seed, `choices`, the options, and `machine`, the
-    `hardware`.
+    Its configuration also has `label`, the name without the seed, `choices`, the options, `machine`, the `hardware`,
+    and of a mixture of experts what of transformers computes it.
     """
+    config, invocation = components.config, components.invocation
+    experts = getattr(components.model, "experts_implementation", None)
+    facts = {"machine": hardware} | ({} if experts is None else {"experts_implementation": experts})
     chosen = chosen_options(invocation.choices, config) | {"model": model_name(config, invocation)}
     tags = [*run_tags(chosen), f"precision={config.precision}", *config.tracking.tags]
     return Tracker(
@@ -179,5 +189,5 @@ def build_tracker(config: DictConfig, invocation: Invocation, hardware: dict, re
         | {"name": run_name(config, invocation), "tags": tags},
         run_dir=invocation.run_dir,
         resume_id=resume_id,
-        config={**plain(config), "label": run_label(config, invocation), "choices": chosen, "machine": hardware},
+        config={**plain(config), "label": run_label(config, invocation), "choices": chosen, **facts},
     )

@@ -136,6 +136,8 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 ranks.messages.report()
             case ("measure",):
                 ranks.messages.report(memory_of_rank(ranks.device, job.attached.counters(), ranks.home_sharers))
+            case ("routers",):
+                ranks.messages.report(job.routers.sums())
             case ("fingerprints", saves):
                 ranks.messages.report(ranks.fingerprints(saves))
             case ("end",):

@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from offload import Attached, l2_norm
@@ -18,6 +19,7 @@ from training.config.schema import OnNonfinite
 from training.errors import UserError
 from training.evaluation.held_out import evaluating
 from training.evaluation.reference import fill_reference
+from training.metrics.routers import forward_of
 from training.parallel.ranks import RankLostError, Share, shares_of
 from training.planning.advice import nonfinite_advice
 from training.run.build import Job, RankJob, place_states_in_spare_vram
@@ -88,7 +90,7 @@ class Loop:
             with self._saved_if_rank_is_lost(step):
                 self._sample(step)
                 evaluation = self._evaluate(step)
-                if step % config.log_every == 0 or step == config.steps:
+                if is_logged(config, step):
                     figures = dict(zip(job.components.task.figures, result.figures, strict=True))
                     recorder.record(step, result.loss, result.norm, result.lr, evaluation, figures)
                 else:
@@ -256,7 +258,8 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
         share = replace(share, parts=looked_ahead(task, job.attached.reference or attached, share.parts))
     # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
     # the step.
-    with attached.step(norms=ranks.count == 1 or ranks.shares_homes):
+    norms = ranks.count == 1 or ranks.shares_homes
+    with job.routers.counting(is_logged(config, step)), attached.step(norms=norms):
         losses = forward_backward(task, attached, share, config.seed, step)
     # After the step, which ranks that share weights end together: one that has taken another way is found there.
     loss, *figures = ranks.total(losses).reshape(-1)
@@ -281,6 +284,11 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     job.optimizer.zero_grad()
     job.schedule.step()
     return StepResult(loss, norm, lr, not finite, figures)
+
+
+def is_logged(config: DictConfig, step: int) -> bool:
+    """Tells whether the metrics of `step` are recorded."""
+    return step % config.log_every == 0 or step == config.steps
 
 
 def looked_ahead(task: Task, attached: Attached, parts: Sequence[Batch]) -> tuple[Batch, ...]:
@@ -329,7 +337,8 @@ def forward_backward(task: Task, attached: Attached, share: Share, seed: int, st
     def loss_of(index: int, part: Batch) -> Tensor:
         seed_torch(seed_of(seed, step, share.first + index))
         weight = share.weights[index] / share.total
-        loss, figures = loss_and_figures_to_train(task, attached.model, part)
+        with forward_of(index, part, weight):
+            loss, figures = loss_and_figures_to_train(task, attached.model, part)
         if figures:
             shown[index] = torch.stack([*figures]).float() * weight
         return loss * weight

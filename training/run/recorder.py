@@ -10,6 +10,7 @@ from torch import Tensor
 from training.batches import Batch, sha256_of
 from training.checkpoints.state import RunState, digest_of_all
 from training.metrics.progress import Progress
+from training.metrics.routers import router_metrics
 from training.metrics.run_summary import FIRST_LOSS, RunSummary
 from training.metrics.step_timer import CoreWaits
 from training.run.build import Job
@@ -89,6 +90,8 @@ class Recorder:
         if blocks := self._job.dataset.num_blocks:
             record["train/epoch"] = step * components.config.batch_size / blocks
         record |= {"train/skipped_steps": self._skipped_steps, **self._memory.metrics(), **evaluation, **steps}
+        if self._job.routers:
+            record |= router_metrics(self._job.ranks.measured(self._job.routers.sums(), "routers"))
         if self._save_ms:
             record["checkpoint/save_ms"] = sum(self._save_ms)
             self._save_ms.clear()

@@ -348,6 +348,9 @@ def reasons_of(found: Components) -> dict[str, str]:
     if found.updates_overlap and streams and "optimizer" not in given:
         why = f"offload={choices.get('offload')} keeps weights on the host"
         reasons["optimizer"] = Choice.of(optimizer, why, "weights on the host")
+    experts = getattr(found.model, "experts_implementation", None)
+    if experts and "experts_implementation" not in (config.model.get("overrides") or {}):
+        reasons["model.overrides.experts_implementation"] = Choice.of(experts, "transformers takes it", "transformers")
     if found.may_speculate:
         reasons["optimizer.speculate"] = _why_speculation(found)
     if has_adapter(config):

@@ -211,3 +211,11 @@ def test_the_run_begins_when_nothing_can_be_refused_and_before_anything_is_writt
     with pytest.raises(UserError), build(refused, invocation, begin=lambda: begun.append([CONFIG_FILE])):
         pass
     assert len(begun) == 1
+
+
+@pytest.mark.parametrize(("model", "experts"), [("mixtral_small", "grouped_mm"), ("tiny", None)])
+def test_wandb_is_told_what_computes_experts(model: str, experts: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build_module, "Tracker", lambda **given: given["config"])
+    config = build_module.build_tracker(components_of(f"model={model}", "hardware=h200"), {"gpu": "H200"})
+    assert config.get("experts_implementation") == experts
+    assert config["machine"] == {"gpu": "H200"}

@@ -101,3 +101,11 @@ def test_without_gradients_on_the_host_there_is_no_choice():
 def test_a_value_that_does_not_exist_is_refused():
     with pytest.raises(UserError, match=r"optimizer\.gradients=drop: must be auto or keep or release"):
         components_of(*EARLY, "optimizer.gradients=drop")
+
+
+def test_what_transformers_takes_for_experts_is_named_unless_it_is_given():
+    key = "model.overrides.experts_implementation"
+    assert reasons_of(components_of("model=mixtral_small"))[key] == "grouped_mm, because transformers takes it"
+    given = components_of("model=mixtral_small", "model.overrides={experts_implementation:eager}")
+    assert key not in reasons_of(given)
+    assert given.model.experts_implementation == "eager"
