@@ -95,12 +95,6 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     refuse_foreign_tokenizer(config, download=True)
     with phase("reading the dataset"):
         dataset = build_dataset(config, components.model, invocation.run_dir)
-    if dataset.num_blocks is not None and config.batch_size > dataset.num_blocks:
-        logger.warning(
-            "batch_size=%d: the dataset has %d examples, so a step trains on some of them several times (a step of"
-            " TRL's would be smaller): take batch_size=%d, or give more",
-            *(config.batch_size, dataset.num_blocks, dataset.num_blocks),
-        )
     if config.epochs is not None:
         # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
         config = with_steps(config, dataset)
@@ -125,6 +119,12 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         print_brief(plan.brief(), f"Plan: {invocation.title} on {components.device}")
         encode_missing(dataset, components, encoding)
     evaluation = Evaluation.of(config, components.task, dataset)
+    if dataset.num_blocks is not None and config.batch_size > dataset.num_blocks:
+        logger.warning(
+            "batch_size=%d: the dataset has %d examples, so a step trains on some of them several times (a step of"
+            " TRL's would be smaller): take batch_size=%d, or give more",
+            *(config.batch_size, dataset.num_blocks, dataset.num_blocks),
+        )
     if checkpoint is not None:
         checkpoint.check_steps(config.steps)
         checkpoint.check_data(dataset, evaluation.sha256)
