@@ -31,6 +31,7 @@ from offload.optimizer.worker import UpdateWorker
 from offload.sharing.slices import gradient_buckets
 from offload.speculation.trials import Speculation
 from offload.streams import registry
+from offload.streams.registry import Streams
 from offload.streams.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, StreamOrderError
 from offload.weights.gradients import offloader
 from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
@@ -356,6 +357,22 @@ def _recomputing(slots: int) -> None:
     train(Stack(recompute="non-reentrant"), BounceLinear(slots=slots), steps=3)
 
 
+@pytest.fixture
+def _ends_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the threads of parts in which the checker raised: something keeps them, and other tests count threads."""
+
+    def noted(worker: UpdateWorker, streams: Streams) -> None:
+        make(worker, streams)
+        workers.append(worker)
+
+    workers, make = [], UpdateWorker.__init__
+    monkeypatch.setattr(UpdateWorker, "__init__", noted)
+    yield
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.usefixtures("_ends_workers")
 def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
