@@ -9,13 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from offload import Attached, l2_norm
 from training.batches import Batch, examples_in, nonfinite_in, refuse_padding, uploaded
 from training.config.adapter import has_adapter
-from training.config.schema import OnNonfinite
+from training.config.schema import OnNonfinite, due
 from training.errors import UserError
 from training.evaluation.held_out import evaluating
 from training.evaluation.reference import fill_reference
@@ -90,7 +89,7 @@ class Loop:
             with self._saved_if_rank_is_lost(step):
                 self._sample(step)
                 evaluation = self._evaluate(step)
-                if is_logged(config, step):
+                if due(config.log_every, step, config.steps):
                     figures = dict(zip(job.components.task.figures, result.figures, strict=True))
                     recorder.record(step, result.loss, result.norm, result.lr, evaluation, figures)
                 else:
@@ -259,7 +258,7 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
     # the step.
     norms = ranks.count == 1 or ranks.shares_homes
-    with job.routers.counting(is_logged(config, step)), attached.step(norms=norms):
+    with job.routers.counting(due(config.log_every, step, config.steps)), attached.step(norms=norms):
         losses = forward_backward(task, attached, share, config.seed, step)
     # After the step, which ranks that share weights end together: one that has taken another way is found there.
     loss, *figures = ranks.total(losses).reshape(-1)
@@ -284,11 +283,6 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     job.optimizer.zero_grad()
     job.schedule.step()
     return StepResult(loss, norm, lr, not finite, figures)
-
-
-def is_logged(config: DictConfig, step: int) -> bool:
-    """Tells whether the metrics of `step` are recorded."""
-    return step % config.log_every == 0 or step == config.steps
 
 
 def looked_ahead(task: Task, attached: Attached, parts: Sequence[Batch]) -> tuple[Batch, ...]:
