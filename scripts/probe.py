@@ -1,4 +1,4 @@
-"""Measures this machine once, for all later plans: bus, blocks, updates on the host, memory.
+"""Measures this machine once, for all later plans: bus, blocks, products of experts, updates on the host, memory.
 
     python scripts/probe.py
     python scripts/probe.py --device cpu --dry-run

@@ -34,14 +34,15 @@ STEPS = 2
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
-COUNTED = ("flops", "memory_bytes", "exchanged_bytes", *MOVED)
+COUNTED = ("flops", "grouped_flops", "memory_bytes", "exchanged_bytes", *MOVED)
 
 
 @dataclass(frozen=True)
 class Phase:
     """Operations and copies from the beginning of a forward to its end, or from there to the next forward.
 
-    `flops` are those of products; other operations read and write `memory_bytes` in the device's memory.
+    `flops` are those of products, of which `grouped_flops` are products of experts; other operations read and write
+    `memory_bytes` in the device's memory.
     `waited_for_bytes` of the bytes are copied while compute stands still. `exchanged_bytes` come from other devices
     that share the homes.
     """
@@ -54,10 +55,15 @@ class Phase:
     waited_for_bytes: float = 0.0
     memory_bytes: float = 0.0
     exchanged_bytes: float = 0.0
+    grouped_flops: float = 0.0
 
-    def compute_ms(self, flops_per_s: float, memory_gb_s: float) -> float:
-        """Returns the time of products, and of other operations at `memory_gb_s` GB a second."""
-        return self.flops / flops_per_s * 1e3 + self.memory_bytes / memory_gb_s / 1e6
+    def compute_ms(self, flops_per_s: float, memory_gb_s: float, grouped_cost: float = 1.0) -> float:
+        """Returns the time of products, and of other operations at `memory_gb_s` GB a second.
+
+        A FLOP of the products of experts takes as long as `grouped_cost` of others.
+        """
+        flops = self.flops + (grouped_cost - 1) * self.grouped_flops
+        return flops / flops_per_s * 1e3 + self.memory_bytes / memory_gb_s / 1e6
 
 
 @dataclass(frozen=True)
@@ -308,6 +314,7 @@ class _Log:
         self._readings.append(
             {
                 "flops": self._tracker.flops,
+                "grouped_flops": self._tracker.grouped_flops,
                 "memory_bytes": self._tracker.memory_bytes,
                 "exchanged_bytes": self._sharers.exchanged_bytes if self._sharers else 0.0,
                 **{key: getattr(counters, key) for key in MOVED},

@@ -176,18 +176,20 @@ class MemoryTracker:
     """Counts bytes of the storages that operations made and that are alive, their peak, and the FLOPs of operations.
 
     Counts operations on meta tensors inside `recording`, in any thread. Storages that were there before, such as
-    parameters, are left out. FLOPs are those of products and convolutions. `gradient_bytes` of the live bytes are
-    gradients that stay on the device (`gradient_landed`), `peak_gradient_bytes` were when the peak was reached.
+    parameters, are left out. FLOPs are those of products and convolutions, `grouped_flops` of them those of products of
+    experts. `gradient_bytes` of the live bytes are gradients that stay on the device (`gradient_landed`),
+    `peak_gradient_bytes` were when the peak was reached.
     `memory_bytes` are those that other operations read and wrote, whose time is that of memory.
-    `spend(flops, copied_bytes, memory_bytes)` is called for each operation.
+    `spend(flops, copied_bytes, memory_bytes, grouped)` is called for each operation.
     """
 
-    def __init__(self, spend: Callable[[float, int, int], None] = lambda flops, copied_bytes, memory_bytes: None):
+    def __init__(self, spend: Callable[..., None] = lambda flops, copied_bytes, memory_bytes, grouped=False: None):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
         self.peak_gradient_bytes = 0
         self.flops = 0.0
+        self.grouped_flops = 0.0
         self.memory_bytes = 0
         self.spend = spend
         self._landed: set[Tensor] = set()
@@ -207,10 +209,11 @@ class MemoryTracker:
         finally:
             self._thread.records = False
 
-    def add_flops(self, count: float) -> None:
-        """Counts the FLOPs of an operation that the tracker cannot see by itself."""
+    def add_flops(self, count: float, grouped: bool = False) -> None:
+        """Counts the FLOPs of an operation that the tracker cannot see by itself; `grouped`: a product of experts."""
         self.flops += count
-        self.spend(count, 0, 0)
+        self.grouped_flops += count if grouped else 0.0
+        self.spend(count, 0, 0, grouped)
 
     def start_step(self) -> None:
         """Starts a step: no gradient is there yet, and the peak is the bytes alive now."""

@@ -18,13 +18,14 @@ from offload.torch_private.tensor_parts import wraps
 
 
 @contextmanager
-def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> Iterator[None]:
+def fused_kernels(add_flops: Callable[..., None], on_gpu: bool = True) -> Iterator[None]:
     """Replaces attention of meta tensors inside the block, and with `on_gpu` RMS norm. Other tensors are not affected.
 
     Attention with dropout is replaced with `on_gpu` alone.
 
     `add_flops` is called with the FLOPs of attention: two products in forward and, as is usual, four in backward; half
-    of them under a causal mask. For the products of experts it is called too: one in forward, two in backward.
+    of them under a causal mask. For the products of experts it is called with `grouped`: one in forward, two in
+    backward.
 
     Attention raises RuntimeError for shapes that do not fit each other, as torch's does.
     """
@@ -110,7 +111,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(rows, weights)
         ctx.add_flops = add_flops
         _compute_wrapped(weights)
-        add_flops(2.0 * rows.numel() * weights.shape[-1])
+        add_flops(2.0 * rows.numel() * weights.shape[-1], grouped=True)
         return rows.new_empty(len(rows), weights.shape[-1])
 
     @staticmethod
@@ -119,7 +120,7 @@ class _GroupedProduct(torch.autograd.Function):
         gradients = []
         for needed, tensor in zip(ctx.needs_input_grad, (rows, weights), strict=False):
             if needed:
-                ctx.add_flops(2.0 * rows.numel() * weights.shape[-1])
+                ctx.add_flops(2.0 * rows.numel() * weights.shape[-1], grouped=True)
             gradients.append(torch.empty_like(tensor) if needed else None)
         if ctx.needs_input_grad[0]:
             _compute_wrapped(weights)

@@ -81,7 +81,8 @@ class SimulatedStreams(CheckedStreams):
 
     Other operations take time at `memory_gb_s`, GB read and written in the device's memory in a second. A copy that
     begins while the bus is busy the other way has the speed of two copies at once. What the device receives from
-    other devices comes at `links_gb_s`, and does not slow copies. The host takes no time.
+    other devices comes at `links_gb_s`, and does not slow copies. A FLOP of the products of experts takes as long as
+    `grouped_cost` of others. The host takes no time.
     `work` is everything that the streams did since the last `start_step`.
     """
 
@@ -92,6 +93,7 @@ class SimulatedStreams(CheckedStreams):
         flops_per_s: float,
         memory_gb_s: float = math.inf,
         links_gb_s: float = math.inf,
+        grouped_cost: float = 1.0,
     ):
         super().__init__(device)
         self.work: list[Work] = []
@@ -99,6 +101,7 @@ class SimulatedStreams(CheckedStreams):
         self._flops_per_s = flops_per_s
         self._memory_gb_s = memory_gb_s
         self._links_gb_s = links_gb_s
+        self._grouped_cost = grouped_cost
         self._began_ms = 0.0
 
     @property
@@ -117,7 +120,7 @@ class SimulatedStreams(CheckedStreams):
         self._began_ms = _time(self.host)
         self.work.clear()
 
-    def spend(self, flops: float, copied_bytes: int, memory_bytes: int = 0) -> None:
+    def spend(self, flops: float, copied_bytes: int, memory_bytes: int = 0, grouped: bool = False) -> None:
         """Lets the current stream compute, or copy `copied_bytes` if it is one for copies."""
         stream = self.compute
         stream.follow(self.host.clock)
@@ -129,6 +132,7 @@ class SimulatedStreams(CheckedStreams):
         else:
             lane, rate = "compute", None
         if rate is None:
+            flops *= self._grouped_cost if grouped else 1.0
             taken_ms = flops / self._flops_per_s * 1e3 + memory_bytes / self._memory_gb_s / 1e6
         else:
             taken_ms = copied_bytes / rate / 1e6

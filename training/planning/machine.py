@@ -12,12 +12,14 @@ import re
 import statistics
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
@@ -80,7 +82,8 @@ class Machine:
     Copies between page-locked host memory and the device reach `h2d_gb_s` and `d2h_gb_s` alone, and `both_gb_s` each if
     both run at once; `device_gb_s` counts reads and writes of a copy within the device. A device receives `links_gb_s`
     from others of its host (None: as over the bus with both ways busy). `update_gparams_s` is the speed of host_adamw
-    beside copies, with float32 states, `disk_gb_s` that of files of weights. The TFLOP/s are those of blocks.
+    beside copies, with float32 states, `disk_gb_s` that of files of weights. The TFLOP/s are those of blocks; those of
+    products of experts alone, in bf16, are `grouped_tflops` (None: as of other products).
     """
 
     name: str
@@ -95,6 +98,7 @@ class Machine:
     device_gb_s: float = DEVICE_GB_S
     links_gb_s: float | None = None
     disk_gb_s: float | None = None
+    grouped_tflops: float | None = None
     source: str = "preset"
 
     @property
@@ -102,10 +106,16 @@ class Machine:
         return Bandwidth(self.h2d_gb_s, self.d2h_gb_s, self.both_gb_s)
 
     @property
+    def memory_gb_s(self) -> float:
+        return OPERATIONS_SHARE * self.device_gb_s
+
+    @property
     def rates(self) -> dict[str, float]:
         """The rates of the device as the cost model names them."""
         links_gb_s = self.both_gb_s if self.links_gb_s is None else self.links_gb_s
-        return {"memory_gb_s": OPERATIONS_SHARE * self.device_gb_s, "links_gb_s": links_gb_s}
+        known = self.grouped_tflops is not None
+        cost = self.flops_per_s(torch.bfloat16) / (self.grouped_tflops * 1e12) if known else 1.0
+        return {"memory_gb_s": self.memory_gb_s, "links_gb_s": links_gb_s, "grouped_cost": cost}
 
     def speeds(self, dtype: torch.dtype) -> tuple[Bandwidth, float]:
         """Returns the speeds of a step in `dtype`: those of copies, and FLOP/s."""
@@ -121,7 +131,7 @@ class Machine:
         flops, nbytes = block_work("cpu" if self.vram_gib is None else "cuda", dtype)
         seconds = flops / rate
         # Not all of it, where figures that were given contradict.
-        return flops / max(seconds - nbytes / self.rates["memory_gb_s"] / 1e9, seconds / 2)
+        return flops / max(seconds - nbytes / self.memory_gb_s / 1e9, seconds / 2)
 
 
 def machine_of(components: Components) -> Machine:
@@ -170,7 +180,7 @@ def _given(config: DictConfig) -> dict[str, float]:
     if (bus := values.pop("bus_gb_s", None)) is not None:
         values |= {"h2d_gb_s": bus, "d2h_gb_s": bus, "both_gb_s": BOTH_SHARE * bus}
     if (tflops := values.pop("tflops", None)) is not None:
-        values |= {"bf16_tflops": tflops, "fp32_tflops": tflops}
+        values |= {"bf16_tflops": tflops, "fp32_tflops": tflops, "grouped_tflops": None}
     return values
 
 
@@ -303,6 +313,9 @@ def probe(device: torch.device) -> dict[str, str | float]:
     }
     if gpu:
         values |= {"vram_gib": facts["gpu_memory_gib"], "device_gb_s": _device_gb_s(device)}
+        # torch has none for older GPUs.
+        with suppress(RuntimeError):
+            values["grouped_tflops"] = grouped_flops_per_s(device) / 1e12
     return {key: value if isinstance(value, str) else float(f"{value:.4g}") for key, value in values.items()}
 
 
@@ -317,6 +330,29 @@ def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     seconds = [seconds_of(partial(_step, block, hidden), device) for _ in range(8)]
     # The first three load libraries and choose kernels.
     return block_work(device.type, dtype)[0] / statistics.median(seconds[3:])
+
+
+def grouped_flops_per_s(device: torch.device) -> float:
+    """Measures forward and backward of the products of experts in bf16; returns FLOP/s.
+
+    On a GPU those of Qwen3-30B-A3B for 16,384 tokens, as transformers calls them (`experts_implementation=grouped_mm`).
+    Rows are spread over experts at random. Raises RuntimeError where torch has no such product, or memory lacks.
+    """
+    width, inner, experts, rows = (2048, 768, 128, 8 * 16384) if device.type == "cuda" else (64, 32, 8, 256)
+    chosen = torch.randint(experts, (rows,), generator=torch.Generator().manual_seed(0))
+    ends = chosen.bincount(minlength=experts).cumsum(0).to(device, torch.int32)
+    flops = seconds = 0.0
+    for inputs, outputs in ((width, 2 * inner), (inner, width)):
+        made = partial(torch.randn, device=device, dtype=torch.bfloat16)
+        factors = made(rows, inputs, requires_grad=True), made(experts, outputs, inputs, requires_grad=True)
+        call = partial(_grouped_step, *factors, ends, made(rows, outputs))
+        seconds += statistics.median([seconds_of(call, device) for _ in range(8)][3:])
+        flops += 6.0 * rows * inputs * outputs
+    return flops / seconds
+
+
+def _grouped_step(hidden: Tensor, weights: Tensor, ends: Tensor, grad: Tensor) -> None:
+    torch.autograd.grad(F.grouped_mm(hidden, weights.transpose(-2, -1), offs=ends), (hidden, weights), grad)
 
 
 @cache

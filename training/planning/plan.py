@@ -40,6 +40,7 @@ LONGER = 1.02
 # The keys that no dry run depends on.
 BESIDE_STEPS = {"optimizer", "schedule", "clip_norm", "vram_budget", "host_budget"}
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
+GROUPED = "the rate of the products of experts is {}"
 UNSEEN = "no dry run shows that all are final when they land, because this model needs values to run"
 
 logger = logging.getLogger(__name__)
@@ -140,10 +141,10 @@ def plan_run(components: Components, machine: Machine, has_gpu: bool, known: Ste
 
 
 def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has_gpu: bool) -> RunPlan:
-    footprint, flops_per_s = components.footprint, machine.flops_per_s(components.dtype)
+    footprint, rates, speeds = components.footprint, machine.rates, machine.speeds(components.dtype)
     step, timed, notes, kept_bytes = planned.run, planned.timed, list(planned.notes), 0
     if footprint.activation_budget_bytes is None:
-        share = hidden_share(step.phases, machine.bandwidth, flops_per_s, machine.rates["memory_gb_s"])
+        share = hidden_share(step.phases, *speeds, rates["memory_gb_s"], rates["grouped_cost"])
         everything, step = step, step.swapping(share)
         kept_bytes = step.peak_bytes - everything.peak_bytes
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
@@ -153,6 +154,9 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     waits = plan.forecast.bound == "host optimizer" and not components.updates_overlap
     if has_gpu and footprint.units and waits:
         notes.append(WAITS_FOR_UPDATES)
+    if step.total("grouped_flops"):
+        measured = f"{speeds[1] / rates['grouped_cost'] / 1e12:,.3g} TFLOP/s, as measured"
+        notes.append(GROUPED.format("that of others" if machine.grouped_tflops is None else measured))
     notes += notes_of(components, reference_note(components, machine, has_gpu))
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))
 

@@ -44,6 +44,13 @@ def test_a_bus_that_works_both_ways_is_slower(timed: SimulatedStreams):
     assert timed.work == [Work("copy in", 0, 1), Work("copy out", 0, 4)]
 
 
+def test_products_of_experts_take_their_own_time():
+    streams = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), flops_per_s=1e9, grouped_cost=1.5)
+    streams.spend(2 * MB, 0, grouped=True)
+    streams.spend(MB, 0)
+    assert streams.work == [Work("compute", 0, 4)]
+
+
 def test_exchanges_are_beside_copies():
     streams = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), flops_per_s=1e9, links_gb_s=0.5)
     with streams.on(streams.h2d):

@@ -17,6 +17,7 @@ from training.planning.machine import (
     Machine,
     block_work,
     disk_gb_s,
+    grouped_flops_per_s,
     keep,
     kept,
     kept_path,
@@ -64,6 +65,22 @@ def test_the_work_of_a_block_is_counted_without_values():
 def test_products_keep_a_share_where_figures_contradict():
     machine = preset("h200", {"device_gb_s": 1.0})
     assert machine.flops_per_s(torch.bfloat16) == pytest.approx(2 * 566e12)
+
+
+def test_products_of_experts_cost_what_the_probe_measured():
+    machine = preset("h200", {"grouped_tflops": 400.0})
+    assert machine.rates["grouped_cost"] == machine.flops_per_s(torch.bfloat16) / 400e12 > 1
+    assert preset("h200").rates["grouped_cost"] == 1
+
+
+def test_products_of_experts_have_no_rate_beside_one_that_is_given():
+    keep(CPU, KEPT | {"grouped_tflops": 0.1, "bf16_tflops": 0.2})
+    assert machine_of(components_of()).grouped_tflops == 0.1
+    assert machine_of(components_of("hardware.tflops=1")).grouped_tflops is None
+
+
+def test_products_of_experts_are_measured():
+    assert 1e6 < grouped_flops_per_s(CPU) < 1e14
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -166,6 +183,13 @@ def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
     assert plan.returncode == 0, plan.stderr
     assert f"{values['name']} (kept by the probe)" in plan.stdout
     assert "no GPU here" in plan.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_products_of_experts_of_a_gpu_are_in_what_the_probe_keeps():
+    values = machine_module.probe(torch.device("cuda"))
+    assert values["grouped_tflops"] > 0.2 * values["bf16_tflops"]
 
 
 @pytest.mark.gpu

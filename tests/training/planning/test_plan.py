@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from models.adapters import root_of
 from models.llama import Llama
 from offload.knobs import GIB
 from offload.modes import tensor_swap
@@ -47,6 +49,22 @@ def test_flops_of_a_library_model_are_three_of_its_forward_though_the_head_compu
     adapted = planned(*job, "adapter=lora", "adapter.rank=1")
     share = adapted.trained_parameters / adapted.parameters
     assert adapted.model_flops == pytest.approx((2 + share) * forward, rel=0.05)
+
+
+def test_products_of_experts_take_the_time_that_the_probe_measured():
+    job = ("model=mixtral_small", "hardware=h200", "dataset=synthetic", "precision=bf16", "seq_len=64", "batch_size=1")
+    components = components_of(*job, "model.overrides={num_hidden_layers:1}")
+    machine = machine_of(components)
+    as_others, slower = (
+        plan_run(components, each, has_gpu=True) for each in (machine, replace(machine, grouped_tflops=100.0))
+    )
+    # Of 64 tokens, two of eight experts each: three products of a gated layer, in forward and twice in backward.
+    sizes = root_of(components.model).config
+    flops = 6 * 3 * 2 * 64 * sizes.hidden_size * sizes.intermediate_size
+    longer_ms = flops * (1 / 100e12 - 1 / machine.flops_per_s(torch.bfloat16)) * 1e3
+    assert slower.forecast.step_ms - as_others.forecast.step_ms == pytest.approx(longer_ms)
+    assert "the rate of the products of experts is that of others" in as_others.notes
+    assert "the rate of the products of experts is 100 TFLOP/s, as measured" in slower.notes
 
 
 @pytest.mark.slow
