@@ -33,6 +33,7 @@ of your own and for sizes in bytes. Every other module may change without notice
 - `HostAdamW`: AdamW for weights in host memory; `attached.overlap` hides its updates behind the steps. With a
   `Speculation` they begin inside backward also where gradients are clipped, and are undone exactly if they were.
 - `recompute`: activation checkpointing, called after `attach`, for blocks such as those of `find_blocks`.
+  `compute_in_tiles`, called before `attach`: their MLPs and norms take long sequences in tiles.
 - `l2_norm`: that of a gradient, right for any number of elements on the CPU too.
 - `Counters`: bytes copied and times waited, from `attached.counters()`. `Footprint`: bytes of a mode before it is
   attached.
@@ -62,6 +63,7 @@ step, `weights.streamer`, which joins the parts, and `modes.layer_stream`, a who
 """
 
 from offload.activations.checkpointing import recompute
+from offload.activations.tiles import compute_in_tiles
 from offload.blocks import find_blocks
 from offload.files.mapped_files import FileSpan, lies_in_file
 from offload.knobs import KnobError
@@ -107,6 +109,7 @@ __all__ = [
     "WeightMode",
     "acquire",
     "allocator_pinned_bytes",
+    "compute_in_tiles",
     "find_blocks",
     "l2_norm",
     "lies_in_file",

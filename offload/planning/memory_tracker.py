@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from offload.activations.tiles import counted
 from offload.torch_private.tensor_parts import any_wraps
 from offload.torch_private.torch_internals import (
     OpOverload,
@@ -211,6 +212,7 @@ class MemoryTracker:
 
     def add_flops(self, count: float, grouped: bool = False) -> None:
         """Counts the FLOPs of an operation that the tracker cannot see by itself; `grouped`: a product of experts."""
+        count *= counted.times
         self.flops += count
         self.grouped_flops += count if grouped else 0.0
         self.spend(count, 0, 0, grouped)
@@ -258,13 +260,14 @@ class _Recording(UncompiledMode):
         result, made, known = known_or_computed(function, args, kwargs)
         for tensor in made:
             tracker.add(tensor)
+        times = counted.times
         if known.copied_bytes is not None:
-            tracker.spend(0.0, known.copied_bytes, 0)
+            tracker.spend(0.0, times * known.copied_bytes, 0)
         elif known.flops is not None:
             tracker.add_flops(known.flops)
         elif known.memory_bytes:
-            tracker.memory_bytes += known.memory_bytes
-            tracker.spend(0.0, 0, known.memory_bytes)
+            tracker.memory_bytes += times * known.memory_bytes
+            tracker.spend(0.0, 0, times * known.memory_bytes)
         return result
 
 

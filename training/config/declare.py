@@ -25,6 +25,7 @@ SETTLED = {
     "schedule.warmup": AUTO,
     "seq_len": AUTO,
     "recompute.blocks": "null",
+    "recompute.tile": AUTO,
 }
 
 

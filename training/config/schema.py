@@ -103,9 +103,14 @@ class LinearSchedule(ConstantSchedule):
 
 @dataclass
 class Recompute:
-    """`blocks`: backward computes each block again from its input; null: if the model is large."""
+    """`blocks`: backward computes each block again from its input; null: if the model is large.
+
+    `tile`: tokens of a microbatch that the MLPs and norms of a block compute at a time; null: all; auto: 16,384 of long
+    sequences.
+    """
 
     blocks: bool | None = MISSING
+    tile: int | str | None = number(at_least=1)
 
 
 @dataclass

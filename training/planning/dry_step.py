@@ -36,6 +36,7 @@ from training.parallel.world import ranks_of_host
 from training.planning.encoding import decoding_bytes
 from training.planning.machine import Machine
 from training.settle.components import Components
+from training.settle.tiles import in_tiles
 from training.tasks.dpo import answer_log_probs
 from training.tasks.task import loss_to_train
 
@@ -91,17 +92,18 @@ def _dry_run(
     def loss_of(part: Batch) -> Tensor:
         return loss_to_train(components.task, model, part) * (examples_in(part) / config.batch_size)
 
-    return dry_run(
-        components.mode,
-        model,
-        [partial(loss_of, part) for part in parts],
-        recomputed=components.recomputed_blocks,
-        norms=True,
-        timed=timed,
-        on_gpu=has_gpu,
-        sharers=sharers,
-        options=components.options,
-    )
+    with in_tiles(config, model):
+        return dry_run(
+            components.mode,
+            model,
+            [partial(loss_of, part) for part in parts],
+            recomputed=components.recomputed_blocks,
+            norms=True,
+            timed=timed,
+            on_gpu=has_gpu,
+            sharers=sharers,
+            options=components.options,
+        )
 
 
 def forward_flops(components: Components) -> float:
@@ -215,7 +217,7 @@ def _dry_forwards(
 ) -> tuple[int, float] | None:
     """Runs forwards in a row without values: peak bytes and ms, None where the model needs values to run."""
     try:
-        with evaluating(components.model):
+        with evaluating(components.model), in_tiles(components.config, components.model):
             knobs = {"timed": timed, "on_gpu": has_gpu, "options": components.options}
             run = dry_run_forwards(components.mode, components.model, forwards, **knobs)
             return run.peak_bytes, run.ms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -45,6 +45,7 @@ from training.parallel.ranks import shares_homes
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
 from training.settle.settled import KEPT, GradientChoice, Settled, settle, settle_sizes
+from training.settle.tiles import in_tiles, settle_tile
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
 from training.weights.architecture import refuse_other_architecture
@@ -116,6 +117,8 @@ class Components:
         gradients = GradientChoice.of(config, mode, footprint)
         with keys_under("offload"):
             mode.check_device(device)
+        again = recomputes(config) or mode.recomputes
+        settled = settled.because(settle_tile(config, settled.task, mode, model, again))
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
         found = cls(settled, dtype, model, mode, options, footprint, blocks, optimizer_class).with_gradients(gradients)
@@ -267,25 +270,23 @@ def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHA
 
     `sharers` share the homes of what streams. Raises MemoryError if the host has too little memory.
     """
-    start = perf_counter()
-    with phase("allocating and page-locking memory"):
-        form = components.state_format if components.updates_overlap else None
-        options = replace(components.options, sharers=sharers, state_format=form)
-        found = components.mode.attach(components.model, streams, options)
-    # Processes that share homes lock them together, and each counts its part.
-    seconds, locked = perf_counter() - start, sharers.count * found.counters().host_pinned_bytes / GIB
-    # Less takes less than a second.
-    if locked >= 1:
-        print(f"page-locked {locked:,.1f} GiB of host memory in {seconds:,.1f} s, {locked / seconds:,.1f} GiB/s")
-    try:
+    with ExitStack() as undo:
+        # Before the mode, whose windows then stand around the tiles.
+        undo.enter_context(in_tiles(components.config, components.model))
+        start = perf_counter()
+        with phase("allocating and page-locking memory"):
+            form = components.state_format if components.updates_overlap else None
+            options = replace(components.options, sharers=sharers, state_format=form)
+            found = components.mode.attach(components.model, streams, options)
+        undo.callback(found.detach)
+        # Processes that share homes lock them together, and each counts its part.
+        seconds, locked = perf_counter() - start, sharers.count * found.counters().host_pinned_bytes / GIB
+        # Less takes less than a second.
+        if locked >= 1:
+            print(f"page-locked {locked:,.1f} GiB of host memory in {seconds:,.1f} s, {locked / seconds:,.1f} GiB/s")
         # After the mode has attached, so that the recompute has its weights in place too.
-        undo = recompute(components.recomputed_blocks)
-        try:
-            yield found
-        finally:
-            undo()
-    finally:
-        found.detach()
+        undo.callback(recompute(components.recomputed_blocks))
+        yield found
 
 
 def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:

@@ -1,0 +1,67 @@
+"""Settles `recompute.tile`: from how many tokens on the blocks compute their MLPs and norms in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from omegaconf import DictConfig
+from torch import nn
+
+from offload import ActivationMode, BounceLinear, Mode, compute_in_tiles, find_blocks
+from training.config.declare import AUTO
+from training.config.rates import Choice
+from training.errors import UserError
+from training.tasks.task import Task
+
+# Of tokens: a product over so many rows is as fast a token as over all, and its results in an MLP three to four times
+# as wide as the model are half a GiB.
+TILE = 16_384
+# In tiles from so many tokens on. Below, attention's own tensors are no larger than what a tile needs.
+TILED_FROM = 4 * TILE
+
+
+def settle_tile(config: DictConfig, task: Task, mode: Mode, model: nn.Module, recomputes: bool) -> dict[str, str]:
+    """Writes `recompute.tile` where it is auto, and returns the reason by its key.
+
+    `recomputes`: the blocks are computed again, by `recompute` or by the mode. Raises UserError for a number under
+    which the mode or the model cannot compute in tiles.
+    """
+    problem = _why_whole(mode, model)
+    if config.recompute.tile != AUTO:
+        if config.recompute.tile is not None and problem is not None:
+            raise UserError(f"recompute.tile={config.recompute.tile}: {problem}")
+        return {}
+    config.recompute.tile = None
+    tokens = -(-task.units(config) // (config.microbatches * config.devices)) if task.unit == "tokens" else 0
+    if tokens < TILED_FROM or not recomputes or problem is not None:
+        return {}
+    config.recompute.tile = TILE
+    return {"recompute.tile": Choice.of(f"{TILE:,}", f"a microbatch has {tokens:,} tokens", f"{tokens:,} tokens")}
+
+
+def _why_whole(mode: Mode, model: nn.Module) -> str | None:
+    """Returns why nothing can be tiled, and what to take; None where it can."""
+    weights = mode.weights if isinstance(mode, ActivationMode) else mode
+    if mode.foreign or isinstance(weights, BounceLinear):
+        return (
+            "this mode brings single layers, for each tile anew: take offload=layer_stream or shard_offload, or"
+            " recompute.tile=null"
+        )
+    try:
+        compute_in_tiles((block for _, block in find_blocks(model, key="recompute.tile")), TILE)()
+    except ValueError as error:
+        return f"{error}: take recompute.tile=null"
+    return None
+
+
+@contextmanager
+def in_tiles(config: DictConfig, model: nn.Module) -> Iterator[None]:
+    """Surrounds the time in which a mode is attached to `model`, whose blocks then compute in the tiles of `config`."""
+    tile = config.recompute.tile
+    blocks = [] if tile is None else [block for _, block in find_blocks(model, key="recompute.tile")]
+    undo = compute_in_tiles(blocks, tile) if blocks else lambda: None
+    try:
+        yield
+    finally:
+        undo()
