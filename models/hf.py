@@ -20,6 +20,8 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from models.built_again import fill_buffers
+from models.divided_sequence import DividedSequence
+from models.hf_divided import options_of, why_not_divided
 from models.hf_files import load_hf, matched_hf
 from models.hf_head import use_plain_head
 from models.hf_initialise import initialise_hf
@@ -134,8 +136,11 @@ class CausalLanguageModel(TransformersModel):
     `output_router_logits=true`, as in transformers, and then the logits are stored. By default it is off.
 
     There is no attention mask: every position sees all earlier ones of its row, or of its sample in packed rows.
-    `most_positions` are the most tokens of a row, `most_packed` those of a packed row, None for any number.
+    `most_positions` are the most tokens of a row, `most_packed` those of a packed row, None for any number. With
+    `divided` rows are this rank's part of those that several ranks divide.
     """
+
+    divided: DividedSequence | None = None
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
@@ -178,6 +183,12 @@ class CausalLanguageModel(TransformersModel):
         """None for a model that takes packed rows; else a clause that says why not."""
         return self.packing.why_not
 
+    def why_not_divided(self, count: int) -> str | None:
+        """Returns None for a model whose rows `count` ranks can divide; else a clause that says why not."""
+        if self.balances_experts:
+            return "its auxiliary loss of experts (output_router_logits) counts the tokens of whole rows"
+        return why_not_divided(self.hf, self.packing, count)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -211,6 +222,8 @@ class CausalLanguageModel(TransformersModel):
             starts = starts_for(segments, self.hf.dtype) if self.packing.by_starts else None
             given |= {"position_ids": positions_in(segments)} | ({} if starts is None else {STARTS: starts})
             known = packed_rows(segments, by_starts=starts is not None)
+        if self.divided is not None:
+            given |= options_of(self.divided, input_ids)
         if self._plain_head is not None:
             with known:
                 hidden = self._plain_head.hidden(self.hf, input_ids, **given)

@@ -38,6 +38,8 @@ from models.packed_attention import HALF, attention_by_starts, has_kernel
 # Kinds of layers that see other positions by attention alone, under masks of transformers.
 BOUNDED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "sparse", "dense"}
 STARTS = "packed_starts"
+# As an option, rows that ranks divide (`models.hf_divided`).
+DIVIDED = "divided"
 SDPA = "sdpa"
 # What the kernel does not compute, with the values under which it need not.
 UNLIKE = {"dropout": (0.0,), "is_causal": (None, True), "position_bias": (None,), "softcap": (None,), "s_aux": (None,)}
@@ -253,10 +255,16 @@ def mask_of(starts: Tensor, rows: int, seq_len: int, window: int | None) -> Tens
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    starts = options.pop(STARTS, None)
+    starts, divided = options.pop(STARTS, None), options.pop(DIVIDED, None)
     sequences = known_sequences()
     window = options.get("sliding_window")
-    plain = all(options.get(name, usual[0]) in usual for name, usual in UNLIKE.items())
+    unlike = {name for name, usual in UNLIKE.items() if options.get(name, usual[0]) not in usual}
+    if divided is not None:
+        if attention_mask is not None or window is not None or unlike - {"dropout"}:
+            raise ValueError("its attention has a window, a mask or scores of its own")
+        attend = partial(_attend_whole, module, options)
+        return divided.attention(query, key, value, attend), None
+    plain = not unlike
     if sequences is not None and sequences.watched is not None:
         alike = getattr(attention_mask, "window", False) == window and query.shape[2] == key.shape[2]
         sequences.watched.append(starts is not None and alike and plain)
@@ -268,6 +276,10 @@ def _attend(
     # A plan has no kernel, and saves under plain attention what the kernel saves.
     mask = None if query.is_meta else mask_of(starts, len(query), query.shape[2], window)
     return _attention(module, query, key, value, mask, **options)
+
+
+def _attend_whole(module: nn.Module, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return _attention(module, query, key, value, None, **options)[0].transpose(1, 2)
 
 
 def _make_mask(*arguments: Any, **options: Any) -> Tensor | None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.divided_sequence import DividedSequence
 from models.loss import Head
 from models.packed_attention import Packed, bounds_of, packed_attention, positions_in
 
@@ -113,6 +114,8 @@ class KeyValueCache:
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a key and value head (Ainslie et al. 2023)."""
 
+    divided: DividedSequence | None = None
+
     def __init__(self, hidden_size: int, num_heads: int, num_key_value_heads: int):
         super().__init__()
         self.head_dim = hidden_size // num_heads
@@ -139,8 +142,13 @@ class Attention(nn.Module):
             return self.o_proj(context.transpose(1, 2).flatten(2))
         if cache is not None:
             key, value = cache.append(key, value)
+        if self.divided is not None:
+            return self.o_proj(self.divided.attention(query, key, value, self._attend).flatten(2))
+        return self.o_proj(self._attend(query, key, value).transpose(1, 2).flatten(2))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         grouped = self.group_size > 1
-        if grouped and hidden.is_cuda and hidden.dtype not in (torch.bfloat16, torch.float16):
+        if grouped and query.is_cuda and query.dtype not in (torch.bfloat16, torch.float16):
             # CUDA's only fused kernel for this dtype requires as many key heads as query heads. With `enable_gqa` the
             # call would use the kernel that stores the whole [seq_len, seq_len] matrix.
             key = key.repeat_interleave(self.group_size, dim=1)
@@ -148,8 +156,7 @@ class Attention(nn.Module):
             grouped = False
         # The newest position sees all others: one token after a prompt needs no mask.
         causal = query.shape[2] == key.shape[2]
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
-        return self.o_proj(context.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """Reshapes [batch, seq_len, heads * head_dim] to [batch, heads, seq_len, head_dim]."""
@@ -205,6 +212,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks and final norm: ids [batch, seq_len] -> hidden [batch, seq_len, hidden_size]."""
 
+    divided: DividedSequence | None = None
+
     def __init__(
         self,
         vocab_size: int,
@@ -232,6 +241,8 @@ class Decoder(nn.Module):
                 hidden = layer(hidden, cos, sin, packed=packed)
             return self.norm(hidden)
         start = 0 if cache is None else cache.length
+        if self.divided is not None:
+            start = self.divided.start(input_ids.shape[1])
         cos, sin = rotary_tables(input_ids.shape[1], self.head_dim, self.rope_theta, like=hidden, start=start)
         for index, layer in enumerate(self.layers):
             of_cache = () if cache is None else (cache.layers[index],)
@@ -292,6 +303,7 @@ class Llama(nn.Module):
         )
         head_dim = hidden_size // num_attention_heads
         self.vocab_size = vocab_size
+        self._num_key_value_heads = num_key_value_heads
         self.model = Decoder(vocab_size, hidden_size, head_dim, blocks, rope_theta, rms_norm_eps)
         self.lm_head = Head(hidden_size, vocab_size)
         if tie_word_embeddings:
@@ -334,6 +346,22 @@ class Llama(nn.Module):
         if cache.length and input_ids.shape[1] > 1:
             raise ValueError(f"{input_ids.shape[1]} positions follow those in the cache: give them one by one")
         return self.lm_head(self.model(input_ids, cache)[:, -1:])
+
+    @property
+    def divided(self) -> DividedSequence | None:
+        """How several ranks divide the rows of which this one gets its positions; None for whole rows."""
+        return self.model.divided
+
+    @divided.setter
+    def divided(self, divided: DividedSequence | None) -> None:
+        self.model.divided = divided
+        for layer in self.model.layers:
+            layer.self_attn.divided = divided
+
+    def why_not_divided(self, count: int) -> str | None:
+        """Returns None if `count` ranks can divide rows; else a clause that says why not."""
+        heads = self._num_key_value_heads
+        return f"{heads} heads of keys and values do not divide by {count}" if heads % count else None
 
     def key_value_cache(self, capacity: int) -> KeyValueCache:
         """Returns an empty cache for `capacity` positions; its memory is allocated in the next forward."""

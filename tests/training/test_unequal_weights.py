@@ -71,6 +71,14 @@ def test_every_mode_trains_alike_with_microbatches_without_a_label(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_ranks_that_divide_rows_train_and_evaluate_as_one_device_though_one_has_no_label(tmp_path: Path):
+    """Of several rows the first rank has no label, and two microbatches have none at all."""
+    run_here(tmp_path / "one", *RUN, "microbatches=4")
+    run_ranks(tmp_path / "two", "devices=2", "parallel.sequence=2", run=(*RUN, "microbatches=4"))
+    assert close(curve(tmp_path / "two"), curve(tmp_path / "one"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), ("offload=layer_stream", "optimizer=host_adamw", "parallel.homes=shared")])
 def test_ranks_train_as_one_device_though_one_has_no_label(tmp_path: Path, keys: tuple[str, ...]):
     # In place of those of `run_ranks`.

@@ -159,8 +159,12 @@ class Homes(StrEnum):
 
 @dataclass
 class Parallel:
-    """A run on several devices: if ranks share homes, the number of hosts, and when a silent rank counts as hung."""
+    """A run on several devices: if ranks share homes, the number of hosts, and when a silent rank counts as hung.
 
+    `sequence`: how many ranks divide each sequence, 1 or all; with 1 they divide the sequences of a step.
+    """
+
+    sequence: int = number(at_least=1, at_most=64)
     homes: Homes = MISSING
     hosts: int = number(at_least=1, at_most=64)
     timeout_s: float = number(above=0, at_most=1_000_000)

@@ -104,13 +104,24 @@ def _check_ranges(prefix: str, node: DictConfig) -> None:
 
 
 def _check_rules(config: DictConfig) -> None:
-    parts, share = config.microbatches, config.batch_size // config.devices
+    sequence = config.parallel.sequence
+    if sequence not in (1, config.devices):
+        raise UserError(
+            f"parallel.sequence={sequence}: must be 1, or devices={config.devices}: all ranks divide each sequence, or"
+            " none do"
+        )
+    if sequence > 1 and config.parallel.hosts > 1:
+        raise UserError(
+            f"parallel.sequence={sequence} on parallel.hosts={config.parallel.hosts}: the ranks of one host divide"
+            " sequences: take parallel.sequence=1"
+        )
+    parts, share = config.microbatches, config.batch_size // (config.devices // sequence)
     if not share:
         raise UserError(
             f"devices={config.devices}: must be at most batch_size={config.batch_size}, the sequences that they share"
         )
     if parts != AUTO and not (isinstance(parts, int) and 1 <= parts <= share):
-        divided = f"batch_size={config.batch_size}" if config.devices == 1 else f"{share}, batch_size over devices"
+        divided = f"batch_size={share}" if share == config.batch_size else f"{share}, batch_size over devices"
         raise UserError(
             f"microbatches={visible(parts)}: must be between 1 and {divided}, the sequences that it divides, or auto"
         )

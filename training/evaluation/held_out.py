@@ -17,6 +17,7 @@ from training.batches import Batch, add_to_digest, refuse_padding, split_by, upl
 from training.config.schema import due
 from training.errors import UserError
 from training.parallel.ranks import ALONE, Ranks
+from training.parallel.sequence import pieces_of
 from training.seeds import seed_of
 from training.tasks.task import Task
 
@@ -91,9 +92,13 @@ class Evaluation:
         streams.synchronize()
         start = perf_counter()
         # The largest microbatch of a step: a forward without its gradients needs no more memory than that step.
-        rows = -(-self.config.batch_size // (self.config.microbatches * ranks.count))
+        sequence = self.config.parallel.sequence
+        rows = -(-self.config.batch_size // (self.config.microbatches * (ranks.count // sequence)))
         seed = self.config.seed
         parts = prepared_parts(self.task, self.batches, rows, seed)
+        if sequence > 1:
+            # In their order each rank gets its piece of each. A rank that stopped would leave the others in a forward.
+            parts, stopped = [piece for part in parts for piece in pieces_of(part, sequence)], lambda: False
         for part in parts:
             refuse_padding(model, part, "evaluation")
         scores_of = partial(scores_of_parts, self.task, model, seed=seed, device=streams.device, stopped=stopped)
@@ -125,8 +130,9 @@ def scores_of_parts(
             if stopped():
                 return None
             weight = task.weight(part)
-            # The mean score of a part without a label may be 0/0.
-            scores = task.scores(model, uploaded(part, device)) if weight else {}
+            # The mean score of a part without a label may be 0/0. Of a row that ranks divide all compute theirs.
+            computes = weight or getattr(model, "divided", None) is not None
+            scores = task.scores(model, uploaded(part, device)) if computes else {}
             found.append((weight, {name: score.item() for name, score in scores.items()}))
     return found
 

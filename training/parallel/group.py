@@ -114,6 +114,7 @@ class Group(Ranks):
         self._end_others = end_others
         self._copies: Copies | None = None
         self._sharers: Sharers = NO_SHARERS
+        self._divides_sequence = False
         # The group of the ranks that are the first on their hosts, which have copies of the homes.
         self._firsts: dist.ProcessGroup | None = None
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=messages.exchange_s))
@@ -135,6 +136,24 @@ class Group(Ranks):
         if self.rank == groups.ranks[0]:
             self._firsts = groups.across
         return self._sharers
+
+    @property
+    def exchange_in_steps(self) -> bool:
+        return self.shares_homes or self._divides_sequence
+
+    def join_sequence(self, model: nn.Module) -> None:
+        divided = getattr(model, "divided", None)
+        if divided is None:
+            return
+        self._divides_sequence = True
+        # Not that of the slices of weights, behind whose copies from the host NCCL would queue these.
+        group = self.messages.new_group(self.device)
+
+        def exchange(received: Tensor, sent: Tensor) -> None:
+            what = "the attention heads of a divided sequence"
+            self.messages.attempt(lambda: dist.all_to_all_single(received, sent, group=group), what)
+
+        divided.connect(self.rank, exchange)
 
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)

@@ -65,6 +65,11 @@ class Ranks:
     """True if the ranks share the homes of what streams. A rank that is lost may then leave them half updated."""
 
     @property
+    def exchange_in_steps(self) -> bool:
+        """True if a rank that fails in a step leaves the others in an exchange, until its process ends."""
+        return self.shares_homes
+
+    @property
     def home_sharers(self) -> int:
         """The processes of this host that share homes; 1 where each has its own."""
         return self.hosts.count(self.hosts[self.rank]) if self.shares_homes else 1
@@ -75,6 +80,9 @@ class Ranks:
 
     def check_model(self, model: nn.Module) -> None:
         """Raises UserError for a model that the ranks cannot train together."""
+
+    def join_sequence(self, model: nn.Module) -> None:
+        """Connects the ranks for the exchanges inside the forwards of `model`, if they divide its rows."""
 
     def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
         """Makes the other ranks build the same model and optimizer, with `speculation`. `config` has no value auto."""

@@ -70,6 +70,11 @@ def ranks_of_host(config: DictConfig) -> int:
     return -(-config.devices // config.parallel.hosts)
 
 
+def row_shares(config: DictConfig) -> int:
+    """Returns into how many shares the sequences of a step are divided, one for each rank that has whole ones."""
+    return config.devices // config.parallel.sequence
+
+
 def refuse_other_launchers() -> None:
     """Raises UserError for a rank that another launcher than torchrun has started: its ranks may wait in other ways."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not is_torchrun() and not _is_alone():

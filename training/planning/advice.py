@@ -24,6 +24,7 @@ from training.config.schema import OnNonfinite, Precision, chosen_format, quanti
 from training.config.validation import check
 from training.errors import UserError
 from training.metrics.progress import phase
+from training.parallel.world import row_shares
 from training.planning.dry_step import examples_of_microbatch, examples_of_rank
 from training.planning.machine import with_rate
 from training.planning.memory import UNDO_LOG
@@ -299,7 +300,7 @@ def _lossy(
         yield Change({"clip_norm": "null", **one}, host)
     where = both if plan.host_bytes["activations"] >= worth else both[1:]
     if examples_of_rank(config) > 1 and components.footprint.layer_major:
-        yield Change({"batch_size": str(max(config.batch_size // 2, config.devices))}, where)
+        yield Change({"batch_size": str(max(config.batch_size // 2, row_shares(config)))}, where)
     if components.task.unit == "tokens" and config.seq_len > 1:
         yield Change({"seq_len": str(config.seq_len // 2)}, where)
 

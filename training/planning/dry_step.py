@@ -32,7 +32,8 @@ from training.batches import Batch, examples_in
 from training.config.construct import keys_under
 from training.errors import UserError, first_line
 from training.evaluation.held_out import evaluating
-from training.parallel.world import ranks_of_host
+from training.parallel.sequence import pieces_of
+from training.parallel.world import ranks_of_host, row_shares
 from training.planning.encoding import decoding_bytes
 from training.planning.machine import Machine
 from training.settle.components import Components
@@ -71,12 +72,19 @@ def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | No
 
 def examples_of_rank(config: DictConfig) -> int:
     """Returns the examples of a step that rank 0 computes, which no other rank exceeds."""
-    return -(-config.batch_size // config.devices)
+    return -(-config.batch_size // row_shares(config))
 
 
 def examples_of_microbatch(config: DictConfig) -> int:
     """Returns the examples of rank 0's largest microbatch."""
     return -(-examples_of_rank(config) // config.microbatches)
+
+
+def meta_part(components: Components, examples: int) -> Batch:
+    """Returns a batch of `examples` examples on the meta device; of rows that ranks divide, the part of one."""
+    config = components.config
+    batch = components.task.meta_batch(config, examples)
+    return batch if config.parallel.sequence == 1 else pieces_of(batch, config.parallel.sequence)[0]
 
 
 def _dry_run(
@@ -87,7 +95,7 @@ def _dry_run(
     if components.shares_homes:
         sharers = PlannedSharers(ranks_of_host(config), config.parallel.hosts, timed)
     with keys_under("task"):
-        parts = [components.task.meta_batch(config, size) for size in sizes]
+        parts = [meta_part(components, size) for size in sizes]
 
     def loss_of(part: Batch) -> Tensor:
         return loss_to_train(components.task, model, part) * (examples_in(part) / config.batch_size)
@@ -109,10 +117,10 @@ def _dry_run(
 def forward_flops(components: Components) -> float:
     """Returns the FLOPs of a step's forwards alone: the forward of a head may compute gradients too (`models.loss`)."""
     tracker, model = MemoryTracker(), components.model
-    example = components.task.meta_batch(components.config, 1)
+    example = meta_part(components, 1)
     with left_as_found(model), fused_kernels(tracker.add_flops), torch.no_grad(), tracker.recording():
         loss_to_train(components.task, model, example)
-    return tracker.flops * components.config.batch_size
+    return tracker.flops * components.config.batch_size * components.config.parallel.sequence
 
 
 def without_dry_run(components: Components) -> DryRun:
@@ -135,7 +143,7 @@ def refuse_shapes(components: Components) -> None:
     config, chosen = components.config, components.invocation.choices
     given = f"model={chosen['model']} with dataset={chosen['dataset']}: sizes do not fit each other"
     with _run_without_values(components.model, given, "change those of the dataset, or of the model"):
-        batch = components.task.meta_batch(config, examples_of_microbatch(config))
+        batch = meta_part(components, examples_of_microbatch(config))
         components.task.loss(components.model, batch)
 
 

@@ -204,7 +204,7 @@ def logits_bytes(components: Components) -> int:
     """Returns the bytes of the logits that exist at once, in float32: as many tokens as the head computes at a time."""
     config = components.config
     heads = [module for module in components.model.modules() if isinstance(module, Head)]
-    tokens = examples_of_microbatch(config) * config.seq_len
+    tokens = examples_of_microbatch(config) * config.seq_len // config.parallel.sequence
     return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
 
 

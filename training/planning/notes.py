@@ -39,6 +39,7 @@ def notes_of(components: Components, reference_note: str | None = None) -> list[
     """Returns the notes in the order of a plan, with that on a reference among them."""
     found = (
         note_of_ranks(components),
+        note_of_sequence(components.config.parallel.sequence),
         FOREIGN if components.mode.foreign else None,
         reference_note,
         staying_note(components),
@@ -145,6 +146,16 @@ def experts_note(components: Components) -> str | None:
 def _short(name: str, kind: str) -> str:
     own = name.rpartition(".")[2]
     return f"router {own}" if kind == "router" and own != kind else f"{own}{HOW.get(kind, '')}"
+
+
+def note_of_sequence(count: int) -> str | None:
+    """Returns a line on sequences that ranks divide; None if they divide none."""
+    if count == 1:
+        return None
+    return (
+        f"parallel.sequence={count}: each device computes 1/{count} of every sequence; the time in which they exchange"
+        " attention heads is not in the step"
+    )
 
 
 def note_of_ranks(components: Components) -> str | None:

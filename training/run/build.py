@@ -86,6 +86,7 @@ def build(
         speculation = planned_speculation(components, plan)
         ranks.begin(config, invocation, speculation)
         sharers = ranks.sharers(components.shares_homes)
+        ranks.join_sequence(components.model)
         with (
             tracker.failing_with(),
             explained,

@@ -62,7 +62,7 @@ def main() -> int:
         obey(joined)
     except FirstLostError:
         # Inside a step the others may wait for this rank's collectives until its process ends.
-        if joined is not None and not joined.shares_homes:
+        if joined is not None and not joined.exchange_in_steps:
             joined.messages.await_end()
         return FAILED
     except FirstHungError as error:
@@ -74,7 +74,7 @@ def main() -> int:
         failure = explain(error)
         if not failure.fixable:
             logger.error("%s", visible_lines("".join(traceback.format_exception(error))).rstrip())
-        if joined is None or joined.messages.is_exchanging or joined.shares_homes:
+        if joined is None or joined.messages.is_exchanging or joined.exchange_in_steps:
             logger.error("error: %s", failure.reason)
         else:
             joined.messages.report_failure(failure.reason)
@@ -155,6 +155,7 @@ def built(
     components = Components.of(config, invocation, ranks.device)
     components.begin_compiling()
     sharers = ranks.sharers(components.shares_homes)
+    ranks.join_sequence(components.model)
     with (
         acquired(ranks.device) as streams,
         keys_under("offload"),

@@ -20,6 +20,7 @@ from training.evaluation.held_out import evaluating
 from training.evaluation.reference import fill_reference
 from training.metrics.routers import forward_of
 from training.parallel.ranks import RankLostError, Share, shares_of
+from training.parallel.sequence import shares_of_rows
 from training.planning.advice import nonfinite_advice
 from training.run.build import Job, RankJob, place_states_in_spare_vram
 from training.run.recorder import Recorder
@@ -229,7 +230,8 @@ def run_step(job: Job, step: int, batch: Batch) -> StepResult:
     config, task = job.components.config, job.components.task
     prepared = task.prepared(batch, seed_of(config.seed, step))
     refuse_padding(job.components.model, prepared, f"step {step}")
-    shares = shares_of(prepared, job.ranks.count, config.microbatches, task.weight)
+    divided = shares_of if config.parallel.sequence == 1 else shares_of_rows
+    shares = divided(prepared, job.ranks.count, config.microbatches, task.weight)
     if not shares[0].total:
         names = names_of(job.dataset, step, config.batch_size, examples_in(batch))
         raise UserError(

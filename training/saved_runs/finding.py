@@ -64,6 +64,8 @@ def configuration(run_dir: Path, overrides: list[str]) -> tuple[DictConfig, Invo
     launcher.register_launcher()
     config, invocation = Invocation.composed(overrides_of(run_dir, str(run_dir), overrides), run_dir)
     check(config)
+    # What is read here computes whole rows.
+    config.parallel.sequence = 1
     return config, invocation
 
 

@@ -42,6 +42,7 @@ from training.data.pipeline_folder import pipeline_folder
 from training.errors import UserError
 from training.metrics.progress import phase
 from training.parallel.ranks import shares_homes
+from training.parallel.sequence import divide
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
 from training.settle.settled import KEPT, GradientChoice, Settled, settle, settle_sizes
@@ -110,6 +111,7 @@ class Components:
         refuse_other_architecture(config, model)
         settled = settle_sizes(settled, model)
         settled.task.check_model(config, model)
+        divide(config, model, settled.task)
         settled = settled.because(settled.task.fit(config, model))
         mode = make_mode(config.offload)
         options = options_of(config, mode, model)

@@ -24,6 +24,7 @@ from training.config.rates import RECOMPUTE_FROM, Choice, shown, suit
 from training.config.schema import OnNonfinite, Precision
 from training.errors import UserError
 from training.parallel.ranks import shares_homes
+from training.parallel.world import row_shares
 from training.runs.invocation import Invocation
 from training.tasks.dpo import settled_reference
 from training.tasks.task import Task
@@ -111,7 +112,7 @@ def settle_sizes(settled: Settled, model: nn.Module) -> Settled:
             reasons["recompute"] = Choice.of("block", f"the model has {size} parameters", size)
     if config.microbatches == AUTO:
         of_rank = -(-task.microbatches(config) // config.devices)
-        config.microbatches = min(of_rank, config.batch_size // config.devices)
+        config.microbatches = min(of_rank, config.batch_size // row_shares(config))
         each = -(-task.units(config) // (config.microbatches * config.devices))
         reasons["microbatches"] = f"{config.microbatches}, of {each:,} {task.unit}"
     return settled.because(reasons)

@@ -60,6 +60,17 @@ def test_more_steps_of_a_falling_rate_are_a_warning(tmp_path: Path, run_here, at
     assert "steps: was 6, is 8: the learning rate falls over all steps" in caplog.text
 
 
+def test_ranks_that_divide_sequences_from_now_on_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    one, divided = (composed(*TINY_RUN, *keys)[0] for keys in ((), ("devices=2", "parallel.sequence=2")))
+    before = parse_yaml(config_text(one))
+    # A checkpoint from before this key.
+    del before["parallel"]["sequence"]
+    refuse_changes(one, before, tmp_path, "resume=x")
+    assert "parallel.sequence" not in caplog.text
+    refuse_changes(divided, before, tmp_path, "resume=x")
+    assert "parallel.sequence: was 1, is 2: losses and gradients are sums of other parts" in caplog.text
+
+
 ONE_BY_ONE, OF_EACH_FIRST = ["1x6 6x1", "6x1 1x6"], ["1x6 2x3", "3x2 1x6", "3x2 2x3", "6x1 3x2"]
 
 

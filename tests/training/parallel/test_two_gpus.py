@@ -38,7 +38,7 @@ from training.parallel.messages import Messages
 from training.parallel.ranks import ALONE
 from training.parallel.reduce import ordered_sum
 from training.parallel.sharers import GroupSharers
-from training.runs.records import read_summary
+from training.runs.records import read_metrics, read_summary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 # Several tests run at once, each with two ranks.
@@ -97,6 +97,33 @@ def test_two_gpus_compute_what_the_resident_model_does_on_one(one: Path, tmp_pat
 def test_knobs_change_no_bit(one: Path, tmp_path: Path, keys: tuple[str, ...]):
     run(tmp_path, "offload=layer_stream", *TWO, SHARED, *keys)
     assert at(tmp_path, 6) == at(one, 6)
+
+
+SEQUENCE = ("devices=2", "parallel.sequence=2", "microbatches=2")
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the resident model on two GPUs that divide each sequence."""
+    folder = tmp_path_factory.mktemp("divided")
+    run(folder, "offload=none", *SEQUENCE)
+    return folder
+
+
+def test_two_gpus_that_divide_sequences_compute_what_one_does_within_rounding(one: Path, divided: Path):
+    expected, found = (read_metrics(folder) for folder in (one, divided))
+    for record, other in zip(expected, found, strict=True):
+        for key in ("train/loss", "train/grad_norm", "eval/loss"):
+            assert other.get(key) == pytest.approx(record.get(key), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "homes"),
+    [("layer_stream", OWN), ("layer_stream", SHARED), ("shard_offload", SHARED), ("layer_stream_swap", SHARED)],
+)
+def test_modes_change_no_bit_where_two_gpus_divide_sequences(divided: Path, tmp_path: Path, mode: str, homes: str):
+    run(tmp_path, f"offload={mode}", *SEQUENCE, homes, "recompute=block")
+    assert at(tmp_path, 6) == at(divided, 6)
 
 
 def test_two_hosts_of_one_gpu_each(one: Path, tmp_path: Path):

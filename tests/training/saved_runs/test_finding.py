@@ -36,7 +36,9 @@ def test_a_path_names_a_run_or_one_of_its_checkpoints(run: Path, monkeypatch: py
 
 
 def test_the_configuration_is_that_of_the_run_but_for_what_is_given(run: Path):
-    config, invocation = configuration(run, ["batch_size=2"])
+    config, invocation = configuration(run, ["batch_size=2", "devices=2", "parallel.sequence=2"])
+    # One process reads it, whose model computes whole rows.
+    assert config.parallel.sequence == 1
     assert (config.seed, config.batch_size, config.steps) == (5, 2, 6)
     assert invocation.run_dir == run
 
