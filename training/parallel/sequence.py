@@ -55,8 +55,9 @@ def divide(config: DictConfig, model: nn.Module, task: Task) -> None:
 def pieces_of(batch: Batch, count: int) -> list[Batch]:
     """Splits rows of text, on any device, into `count` runs of positions of the same length.
 
-    A batch is one of `CausalLM` that is not packed; the pieces have `input_ids` and `labels`, int64 [rows, length].
-    Rows whose length `count` does not divide get padding without labels at the end, which no other position sees.
+    A batch is one of `CausalLM` that is not packed; the pieces have `input_ids` and `labels`, int64 [rows, length], and
+    `lengths` where the batch has them: how many positions of a row are tokens. Rows whose length `count` does not
+    divide get padding without labels at the end, which no other position sees.
     """
     if isinstance(batch, Tensor):
         ids, labels = batch[:, :-1], batch[:, 1:]
@@ -65,7 +66,12 @@ def pieces_of(batch: Batch, count: int) -> list[Batch]:
     missing = -ids.shape[1] % count
     ids, labels = F.pad(ids, (0, missing)), F.pad(labels, (0, missing), value=IGNORED_LABEL)
     pairs = zip(ids.chunk(count, dim=1), labels.chunk(count, dim=1), strict=True)
-    return [{"input_ids": own.contiguous(), "labels": next_ones.contiguous()} for own, next_ones in pairs]
+    pieces = [{"input_ids": own.contiguous(), "labels": next_ones.contiguous()} for own, next_ones in pairs]
+    if isinstance(batch, dict) and "lengths" in batch:
+        length = ids.shape[1] // count
+        for rank, piece in enumerate(pieces):
+            piece["lengths"] = (batch["lengths"] - rank * length).clamp(0, length)
+    return pieces
 
 
 def shares_of_rows(batch: Batch, ranks: int, microbatches: int, weight: Callable[[Batch], int]) -> list[Share]:

@@ -167,11 +167,12 @@ def test_every_mode_has_the_same_statistics_which_change_no_number(
 
 
 @pytest.mark.slow
-def test_ranks_count_together(tmp_path: Path):
-    job = (*JOB, f"model.overrides={{{BALANCED}{SIZES}}}", "offload=layer_stream", "clip_norm=null")
+@pytest.mark.parametrize(("more", "keys"), [(BALANCED, ()), ("", ("parallel.sequence=2",))], ids=["rows", "positions"])
+def test_ranks_count_together(tmp_path: Path, more: str, keys: tuple[str, ...]):
+    job = (*JOB, f"model.overrides={{{more}{SIZES}}}", "offload=layer_stream", "clip_norm=null")
     run_here(tmp_path / "one", *job)
     (tmp_path / "two").mkdir()
-    config, invocation = composed(*job, "microbatches=1", "devices=2", run_dir=tmp_path / "two")
+    config, invocation = composed(*job, "microbatches=1", "devices=2", *keys, run_dir=tmp_path / "two")
     with signals_as_before(), connected(config, None) as ranks, build(config, invocation, ranks=ranks) as two:
         train(two)
     assert curve(tmp_path / "two") == [pytest.approx(each) for each in curve(tmp_path / "one")]

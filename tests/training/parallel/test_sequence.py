@@ -53,8 +53,8 @@ def test_pieces_are_runs_of_positions_with_the_labels_of_their_tokens():
     assert first["labels"].tolist() == [[1, 2, 3, 4], [10, 11, 12, 13]]
     assert second["labels"].tolist() == [[5, 6, 7, 8], [14, 15, 16, 17]]
     chats = {"input_ids": rows[:, :7], "labels": rows[:, 1:8], "lengths": torch.tensor([7, 5])}
-    first, _, third = pieces_of(chats, 3)
-    assert first.keys() == {"input_ids", "labels"}
+    first, _, third = pieces = pieces_of(chats, 3)
+    assert [piece["lengths"].tolist() for piece in pieces] == [[3, 3], [3, 2], [1, 0]]
     assert third["input_ids"].tolist() == [[6, 0, 0], [15, 0, 0]]
     assert third["labels"].tolist() == [[7, -100, -100], [16, -100, -100]]
 
