@@ -77,7 +77,8 @@ def staying_note(components: Components) -> str | None:
     names = {id(t): name for name, t in (*components.model.named_parameters(), *components.model.named_buffers())}
     footprint = components.footprint
     # What trains stays by choice then.
-    others = (t for t in footprint.resident if not (t.requires_grad and mode.get("trained") == "device"))
+    by_choice = mode.get("trained") == "device"
+    others = (tensor for tensor in footprint.resident if not (by_choice and tensor.requires_grad))
     nbytes = {names.get(id(tensor), "a tensor"): tensor.nbytes for tensor in others}
     shown = _largest(nbytes, footprint.host_weight_bytes + footprint.resident_bytes)
     if not shown:
