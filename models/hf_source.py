@@ -29,6 +29,8 @@ TYPES = {CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, CLASSIFICATION: MODEL_FOR
 CONFIG_FILE = "config.json"
 # An override that is no key of a configuration, and the one of its values that transformers does not register.
 EXPERTS, EAGER = "experts_implementation", "eager"
+# The others are kernels of the Hub, for some GPUs and dtypes; deepgemm's have no gradients.
+TRAINED_EXPERTS = (EAGER, "batched_mm", "grouped_mm")
 # Causal language models by transformers' account that see later tokens unless they are given masks.
 SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
 # The keys by which others do; at "vision" the tokens of an image see each other.
@@ -143,9 +145,10 @@ class Source:
         refuses the values together. The message is one line.
         """
         overrides = dict(overrides or {})
-        experts, known = overrides.pop(EXPERTS, None), (EAGER, *sorted(ALL_EXPERTS_FUNCTIONS.keys()))
-        if experts is not None and experts not in known:
-            raise ValueError(f"{EXPERTS}={experts!r}: must be one of {', '.join(known)}")
+        experts = overrides.pop(EXPERTS, None)
+        if experts not in (None, *TRAINED_EXPERTS):
+            kernels = ": only these train with torch alone" if experts in ALL_EXPERTS_FUNCTIONS else ""
+            raise ValueError(f"{EXPERTS}={experts!r}: must be one of {', '.join(TRAINED_EXPERTS)}{kernels}")
         try:
             found = self.config_class.from_dict(dict(self.values))
             config = self.config_class.from_dict(merged_values(found, self.values, overrides))

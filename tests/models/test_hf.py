@@ -251,6 +251,9 @@ def test_experts_are_computed_as_given(value: str, monkeypatch: pytest.MonkeyPat
 def test_experts_that_nothing_computes_are_refused():
     with pytest.raises(ValueError, match=r"^experts_implementation='grouped': must be one of eager, batched_mm, "):
         tiny("mixtral", "meta", experts_implementation="grouped")
+    for kernels in ("deepgemm", "sonicmoe"):
+        with pytest.raises(ValueError, match=rf"^experts_implementation='{kernels}': .* only these train with torch"):
+            tiny("mixtral", "meta", experts_implementation=kernels)
     with pytest.raises(ValueError, match=r"^experts_implementation=eager: qwen3 has no experts that take it"):
         tiny("qwen3", "meta", experts_implementation="eager")
 

@@ -40,6 +40,10 @@ LONGER = 1.02
 # The keys that no dry run depends on.
 BESIDE_STEPS = {"optimizer", "schedule", "clip_norm", "vram_budget", "host_budget"}
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
+EAGER_EXPERTS = (
+    "model.overrides.experts_implementation=eager computes those experts that tokens choose, which values tell:"
+    " grouped_mm and batched_mm can be planned"
+)
 GROUPED = "the rate of the products of experts is {}"
 UNSEEN = "no dry run shows that all are final when they land, because this model needs values to run"
 
@@ -116,7 +120,10 @@ class PlannedStep:
             logger.debug("no dry run", exc_info=error)
             if components.gradients.released and components.gradients.why is not None:
                 raise NotFinalError(UNSEEN, first_line(error)) from error
-            note = f"activations are not in the plan: this model needs values to run ({first_line(error)})"
+            why = f"this model needs values to run ({first_line(error)})"
+            if getattr(components.model, "experts_implementation", None) == "eager" and "nonzero" in why:
+                why = EAGER_EXPERTS
+            note = f"activations are not in the plan: {why}"
             # The timeline ends where the dry run failed, so it is of no use.
             return cls(without_dry_run(components), None, (note,))
 

@@ -67,6 +67,13 @@ def test_products_of_experts_take_the_time_that_the_probe_measured():
     assert "the rate of the products of experts is 100 TFLOP/s, as measured" in slower.notes
 
 
+def test_experts_that_values_choose_are_named_where_a_plan_lacks_their_activations():
+    job = ("model=mixtral_small", "hardware=h200", "dataset=synthetic", "precision=bf16", "seq_len=64", "batch_size=1")
+    components = components_of(*job, "model.overrides={num_hidden_layers:1,experts_implementation:eager}")
+    note = "activations are not in the plan: model.overrides.experts_implementation=eager computes those experts"
+    assert any(each.startswith(note) for each in plan_run(components, machine_of(components), has_gpu=True).notes)
+
+
 @pytest.mark.slow
 def test_a_model_of_any_size_in_seconds_and_without_memory(tmp_path: Path):
     # VmHWM, because the peak that getrusage tells begins with that of the process that started this one.
