@@ -258,7 +258,9 @@ def _check_places(root: nn.Module, adapter: Lora, targets: Sequence[str], expert
     at_experts = [layer for _, layer in found if hasattr(layer, "parameter_name")]
     layers = [name for name, layer in found if not hasattr(layer, "parameter_name")]
     if layers != list(targets) or len(at_experts) != len(experts):
-        raise ValueError(f"targets={adapter.targets}: peft puts adapters elsewhere in a {type(root).__name__}")
+        rest = short_names(root, [name for name in targets if name in layers])
+        advice = f": take targets=[{','.join(rest)}]" if len(rest) < len(short_names(root, targets)) else ""
+        raise ValueError(f"targets={adapter.targets}: peft puts adapters elsewhere in a {type(root).__name__}{advice}")
 
 
 def _outermost(layers: Iterable[tuple[str, LoraLayer]]) -> Iterator[tuple[str, LoraLayer]]:

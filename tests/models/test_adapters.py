@@ -1,6 +1,7 @@
 """Adapters in a model: what trains, what they begin with, the base beneath them, and merging."""
 
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from models.adapters import (
     without_adapters,
 )
 from models.diffusion import build_diffusion
+from models.hf import build_hf
 from models.initialise import initialise
 from models.llama import Llama
 from tests.models.helpers.adapted import disturb, with_memory
-from tests.models.helpers.hf_models import batch, tiny
+from tests.models.helpers.hf_models import DECODER, batch, tiny
 from tests.models.helpers.unets import UNET
 
 KINDS = (Lora, Dora, RsLora)
@@ -45,6 +47,15 @@ def adapted(adapter: Lora, seed: int = 0, dtype: torch.dtype = torch.float32) ->
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_layers_where_peft_puts_no_adapter_are_refused_with_the_others_as_advice():
+    sizes = {**DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_dense_layers": 1}
+    others, model = "k_proj,o_proj,q_proj,v_proj", partial(build_hf, "afmoe", "causal_lm", sizes)
+    with torch.device("meta"), pytest.raises(ValueError, match=rf"AfmoeForCausalLM: take targets=\[{others}\]$"):
+        inject(model(), Lora(4, 8), torch.float32)
+    with torch.device("meta"):
+        inject(model(), Lora(4, 8, targets=others.split(","), experts=True), torch.float32)
 
 
 def base_alone() -> Llama:
