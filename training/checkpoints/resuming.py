@@ -78,7 +78,7 @@ class Checkpoint:
         """
         if self.state.source_sha256 != source_sha256:
             changed = f"model.source={given}: its config.json has changed"
-        elif self.state.task_sha256 not in (None, task.files_sha256):
+        elif self.state.task_sha256 != task.files_sha256:
             named = " or ".join(map(str, task.files)) or "a file of the model that the task followed, now missing,"
             changed = f"{named} has changed"
         else:

@@ -54,7 +54,7 @@ class RunState:
     source_sha256: str | None = None
     """of the config.json from which the model is made, if it is (`training.weights.source.source_digest`)"""
     task_sha256: str | None = None
-    """of the files of the model that the task follows (`Task.files`); None: saved by a release without this hash"""
+    """of the files of the model that the task follows (`Task.files`)"""
     units: int = 0
     """tokens, images or examples trained on, without padding"""
 
@@ -66,7 +66,7 @@ class RunState:
 def read_state(folder: Path) -> RunState:
     """Reads the state of the checkpoint in `folder`. Raises DamagedError if the file does not have a valid one."""
     path = folder / STATE_FILE
-    values = {"task_sha256": None} | read_json(path)
+    values = read_json(path)
     checks = {
         "step": _is_count,
         "skipped_steps": _is_count,

@@ -55,11 +55,12 @@ def test_what_no_run_writes_is_refused(tmp_path: Path, changed: dict, named: str
         read_state(tmp_path)
 
 
-def test_a_state_from_before_the_hash_of_the_task_is_read(tmp_path: Path):
+def test_a_state_without_the_hash_of_the_task_is_refused(tmp_path: Path):
     values = json.loads(RunState(1, 0, "ab").to_json())
     del values["task_sha256"]
     (tmp_path / STATE_FILE).write_text(json.dumps(values))
-    assert read_state(tmp_path) == RunState(1, 0, "ab")
+    with pytest.raises(DamagedError, match=r"state\.json has no valid task_sha256: None"):
+        read_state(tmp_path)
 
 
 def test_random_numbers_continue(tmp_path: Path):
