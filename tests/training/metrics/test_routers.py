@@ -1,5 +1,6 @@
 """Statistics of routers: as computed from what transformers records, the same in every mode, and of no effect."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from training.metrics.routers import RouterMeter, forward_of, router_metrics, ro
 from training.parallel.launch import connected
 from training.run.build import build
 from training.run.loop import train
+from training.runs.files import SUMMARY_FILE
 from training.runs.records import read_metrics
 
 EXPERTS = {**DECODER, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -157,6 +159,9 @@ def test_every_mode_has_the_same_statistics_which_change_no_number(
     # The logged steps alone.
     assert [set(KEYS) <= set(each) for each in curve(tmp_path / "none")] == [True, True]
     assert all(("train/aux_loss" in each) == bool(more) for each in curve(tmp_path / "none"))
+    summary = json.loads((tmp_path / "none" / SUMMARY_FILE).read_text())
+    for key in KEYS:
+        assert summary[key] in [each[key] for each in curve(tmp_path / "none")], key
     monkeypatch.setattr(routers, "routers_of", lambda root: {})
     for name in ("none", "shard"):
         run_here(tmp_path / f"{name}_without", *job, *modes[name])
