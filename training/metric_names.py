@@ -60,7 +60,7 @@ METRIC_KEYS: dict[str, Metric] = {
     "transfer/files_gib": Metric("GiB/step", "weights read from their files", "mean"),
     "transfer/files_wait_ms": Metric("ms", "the host waiting for these reads, in one step", "median"),
     "optimizer/host_ms": Metric("ms", "updates on the optimizer's own thread, in one step", "mean"),
-    "optimizer/wait_ms": Metric("ms", "the step waiting for these updates", "mean"),
+    "optimizer/wait_ms": Metric("ms", "the step waiting for these updates, while the device has no other work", "mean"),
     "optimizer/speculated": Metric("", "share of these updates that began before the norm was known", "mean"),
     "optimizer/undone": Metric("", "share of those that were undone, because their gradients were clipped", "mean"),
     "optimizer/undo_ms": Metric("ms", "undoing them, in one step", "mean"),

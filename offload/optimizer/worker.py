@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from offload.streams.registry import Event, Signal, Streams
+from offload.streams.registry import Event, Signal, Streams, device_wait_ms
 from offload.streams.transfer import Counters, profiled
 from offload.weights.gradients.offloader import RingBlock
 from offload.weights.units.unit import GradientSlot, OffloadUnit
@@ -139,12 +139,13 @@ class UpdateWorker:
             self._raise_error()
 
     def _wait(self, index: int) -> None:
-        start = perf_counter()
-        for done in self._ends.get(index, ()):
+        ends = self._ends.get(index, ())
+        if not all(done.is_set() for done in ends):
+            self.wait_ms += device_wait_ms(self._streams, lambda: [done.wait() for done in ends])
+        for done in ends:
             done.wait()
         # Not before: an interrupt of the wait would hide updates that are under way from later waits.
         self._ends.pop(index, None)
-        self.wait_ms += (perf_counter() - start) * 1e3
         self._raise_error()
 
     def _raise_error(self) -> None:

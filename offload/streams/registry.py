@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 
 import torch
 
@@ -172,6 +173,14 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def device_wait_ms(streams: Streams, wait: Callable[[], object]) -> float:
+    """Calls `wait`, which blocks the host. Returns the ms that it took, or 0 if compute has work left even then."""
+    queued, start = streams.event(), perf_counter()
+    queued.record(streams.compute)
+    wait()
+    return (perf_counter() - start) * 1e3 if queued.query() else 0.0
 
 
 class Points:

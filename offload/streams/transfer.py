@@ -42,7 +42,7 @@ class Counters:
         waited_for_bytes: copied while compute stood still, where each copy is waited for.
         swapped_bytes: activations that went to the host to free their memory.
         released_bytes: of these, those whose device memory was free until they were wanted back.
-        update_ms: updates took on the host. `update_wait_ms`: the host waited for updates.
+        update_ms: updates took on the host. `update_wait_ms`: the host waited for updates until compute had no work.
         updated_parameters: parameters that were updated on the host beside the device.
         speculated_parameters: of these, inside backward, before it was known whether the update had to be undone.
         undone_parameters: of these, those whose update was undone. `undo_ms`: that took on the host.

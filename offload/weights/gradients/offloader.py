@@ -12,13 +12,12 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 from offload.memory.host_memory import HostBlock, aligned
-from offload.streams.registry import Signal, Stream, Streams
+from offload.streams.registry import Signal, Stream, Streams, device_wait_ms
 from offload.streams.transfer import DeferredFrees, PendingFree, Transfer
 from offload.weights.units.unit import OffloadUnit, UnitTensor
 
@@ -264,7 +263,7 @@ class GradientRing:
 
     A block belongs to the caller until it is `lent` to an update. Gradients that land first may be read last, in the
     order of the next forward: were memory taken back in the order of landing, all behind them would wait, and the
-    device would run dry. `wait_ms`: how long the host has waited.
+    device would run dry. `wait_ms`: how long the host has waited while that had nothing left to compute.
     """
 
     def __init__(self, memory: HostBlock, streams: Streams):
@@ -312,17 +311,23 @@ class GradientRing:
 
     def _take_back(self) -> None:
         """Takes back what has been read, and blocks the host until that is at least one block."""
-        begin = perf_counter()
         self._ended.clear()
-        while not (read := [block for block in self._lent if block.consumed.is_set()]):
-            self._ended.wait()
-            self._ended.clear()
-        self.wait_ms += (perf_counter() - begin) * 1e3
-        for block in read:
+        if not self._read:
+            self.wait_ms += device_wait_ms(self._streams, self._wait_for_end)
+        for block in self._read:
             # Does not block: what follows comes after the update also where threads have clocks.
             block.consumed.wait()
             self._lent.remove(block)
             self._reuse(block)
+
+    @property
+    def _read(self) -> list[RingBlock]:
+        return [block for block in self._lent if block.consumed.is_set()]
+
+    def _wait_for_end(self) -> None:
+        while not self._read:
+            self._ended.wait()
+            self._ended.clear()
 
     def _reuse(self, block: RingBlock) -> None:
         self._streams.writes(self._streams.d2h, block, "the next gradient")

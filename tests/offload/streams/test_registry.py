@@ -2,7 +2,10 @@
 
 import subprocess
 import sys
+import time
 from contextlib import nullcontext, suppress
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +128,33 @@ def test_streams_of_a_gpu_are_current_as_torch_sees_it():
             assert streams.compute == torch.cuda.current_stream() == streams.h2d
         assert torch.cuda.current_stream() == side
     assert streams.compute == torch.cuda.current_stream() == default
+
+
+class Busy:
+    """Streams whose compute stream has work left."""
+
+    compute = None
+
+    def event(self) -> SimpleNamespace:
+        return SimpleNamespace(record=lambda stream: None, query=lambda: False)
+
+
+def test_a_wait_of_the_host_counts_while_the_device_has_no_work():
+    wait = partial(time.sleep, 0.002)
+    assert registry.device_wait_ms(CheckedStreams(torch.device("cpu")), wait) >= 2
+    assert registry.device_wait_ms(Busy(), wait) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_wait_of_the_host_ahead_of_a_gpu_does_not_count():
+    streams = registry.CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda.synchronize()
+    assert registry.device_wait_ms(streams, partial(time.sleep, 0.02)) >= 20
+    # A second, or more.
+    torch.cuda._sleep(2 * 10**9)
+    assert registry.device_wait_ms(streams, partial(time.sleep, 0.02)) == 0
+    torch.cuda.synchronize()
 
 
 class Part:
