@@ -260,7 +260,8 @@ class _InTiles(torch.autograd.Function):
         ctx, module: nn.Module, forward: Callable, tiles: Tiles, held: object, x: Tensor, *parameters: nn.Parameter
     ) -> Tensor:
         ctx.module, ctx.tiles, ctx.held = module, tiles, held
-        ctx.random, ctx.autocast = RandomState.of(x.device), _autocast_now(x.device.type)
+        # A method of it: a mode that streams looks for weights in what a node holds, and there are 625 numbers.
+        ctx.restore_random, ctx.autocast = RandomState.of(x.device).restore, _autocast_now(x.device.type)
         if held is None:
             ctx.save_for_backward(x)
         with ctx.autocast():
@@ -273,7 +274,7 @@ class _InTiles(torch.autograd.Function):
         (x,) = (ctx.held or ctx).saved_tensors
         work = _Backward(ctx.tiles, x, gradient, ctx.needs_input_grad[4], sum(ctx.needs_input_grad[5:]))
         here = RandomState.of(x.device)
-        ctx.random.restore()
+        ctx.restore_random()
         try:
             with ctx.autocast():
                 # By the forward that the module has now: that of a mode opens windows on what streams.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.llama import Llama
 from offload.activations.checkpointing import recompute
-from offload.activations.tiles import compute_in_tiles
+from offload.activations.tiles import Tiles, compute_in_tiles
 from offload.blocks import find_blocks
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -18,6 +18,8 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.dry_run import dry_run
+from offload.torch_private.recomputed_blocks import RandomState
+from offload.weights.windows import saved_weights
 from tests.models.helpers.packed import SEGMENTS, VOCABULARY, packed_batch
 from tests.offload.helpers.architectures import ADAPTED, DECODERS, ENCODERS, Architecture
 from tests.offload.helpers.diffusion_architectures import DIFFUSION
@@ -104,6 +106,16 @@ def test_modes_have_the_numbers_of_none_in_tiles(mode: str, name: str):
     assert torch.equal(found, loss)
     assert found_gradients.keys() == gradients.keys()
     assert all(torch.equal(found_gradients[key], gradients[key]) for key in gradients)
+
+
+def test_a_mode_looks_for_weights_in_no_state_of_a_generator(monkeypatch: pytest.MonkeyPatch):
+    """It has 625 numbers, and each forward of a tiled module kept one."""
+    looked, tensors_in = [], saved_weights.tensors_in
+    monkeypatch.setattr(saved_weights, "tensors_in", lambda value: looked.append(value) or tensors_in(value))
+    model, ids = llama(), torch.arange(12).view(1, 12)
+    stepped(model, [lambda: model(ids, ids)], LayerStream(slots=4), tile=4)
+    assert any(isinstance(value, Tiles) for value in looked)
+    assert not any(isinstance(value, RandomState) for value in looked)
 
 
 @pytest.mark.parametrize("mode", MODES)
