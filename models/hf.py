@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from models.hf_packed import (
     one_sequence_a_row,
     packed_rows,
     starts_for,
+    starts_of_rows,
     without_padding_warning,
 )
 from models.hf_source import CAUSAL_LM, EXPERTS, find_source, one_line, same_again
@@ -135,7 +137,8 @@ class CausalLanguageModel(TransformersModel):
     does. The auxiliary loss of experts is added with the model's own coefficient where the configuration has
     `output_router_logits=true`, as in transformers, and then the logits are stored. By default it is off.
 
-    There is no attention mask: every position sees all earlier ones of its row, or of its sample in packed rows.
+    There is no attention mask: every position sees all earlier ones of its row, or of its sample in packed rows. In
+    long rows on a GPU no mask of windows or of padding is made either, where FlashAttention's kernel does without.
     `most_positions` are the most tokens of a row, `most_packed` those of a packed row, None for any number. With
     `divided` rows are this rank's part of those that several ranks divide.
     """
@@ -147,6 +150,8 @@ class CausalLanguageModel(TransformersModel):
         # Mllama has embeddings of tokens that it cannot predict.
         self.vocab_size = min(model.get_input_embeddings().num_embeddings, _predicted_tokens(model))
         self.most_positions, self.most_packed = most_positions(model), most_packed(model)
+        window = getattr(model.config.get_text_config(), "sliding_window", None)
+        self._window = window if isinstance(window, int) else math.inf
         self._plain_head = use_plain_head(model)
         self._balance = next((name for name in BALANCES if hasattr(model, name)), None)
         if self.balances_experts and self._balance is None:
@@ -215,13 +220,20 @@ class CausalLanguageModel(TransformersModel):
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
         mean = averages(reduction)
-        given, known = {} if real is None else {"attention_mask": real}, one_sequence_a_row()
+        given, known, starts = {} if real is None else {"attention_mask": real}, one_sequence_a_row(), None
         if segments is not None:
             if self.why_not_packed is not None:
                 raise ValueError(f"{self.hf.config.model_type} takes no packed rows, because {self.why_not_packed}")
             starts = starts_for(segments, self.hf.dtype) if self.packing.by_starts else None
-            given |= {"position_ids": positions_in(segments)} | ({} if starts is None else {STARTS: starts})
+            given["position_ids"] = positions_in(segments)
             known = packed_rows(segments, by_starts=starts is not None)
+        elif self.divided is None and (real is not None or self._window <= input_ids.shape[1]):
+            starts = starts_of_rows(input_ids, self.hf.dtype)
+            # Finding out takes a second.
+            starts = starts if starts is not None and self.packing.by_starts else None
+            known = packed_rows(None, by_starts=starts is not None)
+        if starts is not None:
+            given[STARTS] = starts
         if self.divided is not None:
             given |= options_of(self.divided, input_ids)
         if self._plain_head is not None:

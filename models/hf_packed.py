@@ -12,7 +12,8 @@ Attention is bounded by the samples wherever functions of transformers make the 
 * Under a mask torch has no kernel that leaves out what the mask hides: on long rows it takes several times as long.
   transformers hands options of a model's forward down to its attention. The option `packed_starts` says where the
   samples begin, replaces the mask, and runs FlashAttention's kernel (`_attend`). It is an argument of every layer, so a
-  layer that is computed again in backward has it as well.
+  layer that is computed again in backward has it as well. Long rows of one sequence have it too, for windows: a mask
+  of 32,768 tokens takes 1 GiB, and in every layer 2 more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models.hf_source import same_again, sub_configs
-from models.packed_attention import HALF, attention_by_starts, has_kernel
+from models.packed_attention import HALF, LONG, attention_by_starts, has_kernel
 
 # Kinds of layers that see other positions by attention alone, under masks of transformers.
 BOUNDED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "sparse", "dense"}
@@ -244,6 +245,13 @@ def starts_for(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
     return segments.new_empty(2, dtype=torch.int32) if segments.is_meta else getattr(segments, "starts", None)
 
 
+def starts_of_rows(ids: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Returns `packed_starts` of long rows [rows, seq_len] of one sequence each, as `starts_for`; None for others."""
+    if dtype not in HALF or not (ids.is_cuda or ids.is_meta) or ids.shape[1] < LONG:
+        return None
+    return torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device, dtype=torch.int32)
+
+
 def mask_of(starts: Tensor, rows: int, seq_len: int, window: int | None) -> Tensor:
     """Returns the mask that `starts` stands for: bool [rows, 1, seq_len, seq_len]."""
     places = torch.arange(rows * seq_len, device=starts.device, dtype=torch.int32)
@@ -270,12 +278,14 @@ def _attend(
         sequences.watched.append(starts is not None and alike and plain)
     if starts is None:
         return _attention(module, query, key, value, attention_mask, **options)
-    if plain and has_kernel(query, value):
+    if not (plain and has_kernel(query, value)):
+        mask = mask_of(starts, len(query), query.shape[2], window)
+        return _attention(module, query, key, value, mask, **options)
+    if not query.is_meta:
         context = attention_by_starts(query, key, value, starts, options.get("scaling"), window)
         return context.transpose(1, 2), None
     # A plan has no kernel, and saves under plain attention what the kernel saves.
-    mask = None if query.is_meta else mask_of(starts, len(query), query.shape[2], window)
-    return _attention(module, query, key, value, mask, **options)
+    return _attention(module, query, key, value, None, **options)
 
 
 def _attend_whole(module: nn.Module, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from torch import Tensor
 HALF = (torch.bfloat16, torch.float16)
 # Sizes of a head that FlashAttention's kernel has.
 LARGEST_HEAD = 256
+# Tokens of a row from which on a mask of all their pairs is worth doing without.
+LONG = 8192
 
 
 class Packed(NamedTuple):
@@ -135,9 +137,12 @@ def _kernel() -> Callable[..., Tensor]:
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Tells whether `attention_by_starts` computes attention of these, [rows, heads, seq_len, head_dim]."""
+    """Tells whether `attention_by_starts` computes attention of these, [rows, heads, seq_len, head_dim].
+
+    On the meta device it tells that of a GPU.
+    """
     fits = query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
-    return query.is_cuda and query.dtype in HALF and fits
+    return (query.is_cuda or query.is_meta) and query.dtype in HALF and fits
 
 
 def _begins(segments: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ The names in `__all__` are public, beside those of `offload`. Read `dry_run` fir
 - `dry_run`, `dry_run_forwards`: a step, or forwards in a row, on the meta device; their result is a `DryRun`, each
   `Phase` of it with its `Work`. `left_as_found`: the model stays as it was. `fused_kernels`: attention and norms take
   the memory of a GPU's kernels. `MemoryTracker` counts bytes and FLOPs, `SimulatedStreams` keep the time, and
-  `PlannedSharers` stand for processes that share homes. `NotFinalError`: released gradients that are not final.
-  `without_compiler`: torch then does not import its compiler, which takes seconds, for what nobody compiles.
+  `PlannedSharers` stand for processes that share homes. `LONG`: tokens whose masks and scores count apart.
+  `NotFinalError`: released gradients that are not final. `without_compiler`: torch then does not import its compiler,
+  which takes seconds, for what nobody compiles.
 - `forecast`: the `Forecast` of a whole step, with the `UpdateTimes` of `update_work`; `hidden_share`, `floor_ms` and
   `bounded_by_files` are its parts. `GRADIENT_SLOTS`: units of gradients that may wait on the device.
 - Of the machine: `Bandwidth`, `measure_bandwidth`, `measure_update_rate`, `free_host_bytes`, `usable_host_bytes`,
@@ -28,7 +29,7 @@ from offload.planning.cost_model import (
     update_work,
 )
 from offload.planning.dry_run import DryRun, Phase, dry_run, dry_run_forwards, left_as_found
-from offload.planning.memory_tracker import MemoryTracker
+from offload.planning.memory_tracker import LONG, MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.simulated_streams import Bandwidth, PlannedSharers, SimulatedStreams, Work, measure_bandwidth
 from offload.speculation.undo_log import bytes_of_logs, can_be_undone, log_bytes
@@ -38,6 +39,7 @@ from offload.weights.streamer import GRADIENT_SLOTS
 
 __all__ = [
     "GRADIENT_SLOTS",
+    "LONG",
     "Bandwidth",
     "DryRun",
     "Forecast",

@@ -72,7 +72,8 @@ class DryRun:
 
     Device memory is counted without the parameters and buffers that stay there: `peak_bytes` at most, of which
     `slot_bytes` are slots, and `peak_gradient_bytes` gradients that stay. `turn_bytes` are there when forward turns to
-    backward, without slots. `host_bytes` are on the host: weights, gradients, activations.
+    backward, without slots. `host_bytes` are on the host: weights, gradients, activations. `square_bytes` of the
+    activations are masks and scores of all pairs of tokens, at most at once.
     """
 
     phases: tuple[Phase, ...]
@@ -81,6 +82,7 @@ class DryRun:
     peak_gradient_bytes: int
     turn_bytes: int
     host_bytes: int
+    square_bytes: int = 0
 
     @property
     def activation_bytes(self) -> int:
@@ -185,6 +187,7 @@ def dry_run(
         peak_gradient_bytes=tracker.peak_gradient_bytes,
         turn_bytes=log.turn_bytes - slot_bytes,
         host_bytes=host_bytes,
+        square_bytes=tracker.square_bytes,
     )
 
 

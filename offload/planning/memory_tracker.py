@@ -164,6 +164,8 @@ def storage_of(tensor: Tensor) -> int:
 
 # torch's CUDA allocator rounds sizes to multiples of this.
 ROUNDING_BYTES = 512
+# Tokens from which on masks and scores of all pairs matter: of 8,192 a head has 128 MiB of scores in bf16.
+LONG = 8192
 # Operations that neither read nor write an element, and `fill_`, by which the stream checker poisons freed slots.
 FREE = tuple(
     getattr(torch.ops.aten, name)
@@ -179,7 +181,8 @@ class MemoryTracker:
     Counts operations on meta tensors inside `recording`, in any thread. Storages that were there before, such as
     parameters, are left out. FLOPs are those of products and convolutions, `grouped_flops` of them those of products of
     experts. `gradient_bytes` of the live bytes are gradients that stay on the device (`gradient_landed`),
-    `peak_gradient_bytes` were when the peak was reached.
+    `peak_gradient_bytes` were when the peak was reached. `square_bytes` were alive at most in a step of masks and
+    scores of all pairs of tokens, `LONG` of them or more.
     `memory_bytes` are those that other operations read and wrote, whose time is that of memory.
     `spend(flops, copied_bytes, memory_bytes, grouped)` is called for each operation.
     """
@@ -192,6 +195,8 @@ class MemoryTracker:
         self.flops = 0.0
         self.grouped_flops = 0.0
         self.memory_bytes = 0
+        self.square_bytes = 0
+        self._live_square_bytes = 0
         self.spend = spend
         self._landed: set[Tensor] = set()
         self._storages: dict[int, weakref.ref] = {}
@@ -221,6 +226,7 @@ class MemoryTracker:
         """Starts a step: no gradient is there yet, and the peak is the bytes alive now."""
         self.peak_bytes = self.live_bytes
         self.gradient_bytes = self.peak_gradient_bytes = 0
+        self.square_bytes = self._live_square_bytes
         self._landed.clear()
 
     def gradient_landed(self, parameter: Tensor) -> None:
@@ -236,13 +242,17 @@ class MemoryTracker:
         if key in self._storages:
             return
         nbytes = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
+        of_squares = nbytes if _is_square(tensor.shape) else 0
 
         def gone(_: object) -> None:
             del self._storages[key]
             self.live_bytes -= nbytes
+            self._live_square_bytes -= of_squares
 
         self._storages[key] = weakref.ref(storage, gone)
         self.live_bytes += nbytes
+        self._live_square_bytes += of_squares
+        self.square_bytes = max(self.square_bytes, self._live_square_bytes)
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_gradient_bytes = self.live_bytes, self.gradient_bytes
 
@@ -269,6 +279,14 @@ class _Recording(UncompiledMode):
             tracker.memory_bytes += times * known.memory_bytes
             tracker.spend(0.0, 0, times * known.memory_bytes)
         return result
+
+
+def _is_square(shape: torch.Size) -> bool:
+    """Tells a mask or scores, [..., rows, heads, tokens, tokens], by four dimensions: gradients of weights have fewer.
+
+    Scores may have a column more, for a sink.
+    """
+    return len(shape) > 3 and shape[-2] >= LONG and 0 <= shape[-1] - shape[-2] <= 1
 
 
 def _bytes_moved(function: Callable, given: Sequence[Tensor], result: Any, made: Sequence[Tensor]) -> int:

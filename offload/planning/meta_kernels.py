@@ -36,11 +36,13 @@ def fused_kernels(add_flops: Callable[..., None], on_gpu: bool = True) -> Iterat
         drops = (others[1] if others[1:] else named.get("dropout_p", 0.0)) > 0
         if not query.is_meta or (drops and not on_gpu):
             return attention(query, key, value, *others, is_causal=is_causal, **named)
-        _check_shapes(
-            query, key, value, others[0] if others else named.get("attn_mask"), named.get("enable_gqa", False)
-        )
+        mask = others[0] if others else named.get("attn_mask")
+        _check_shapes(query, key, value, mask, named.get("enable_gqa", False))
+        if mask is not None and mask.dtype == torch.bool:
+            # torch makes numbers to add of it, anew in each call.
+            mask = query.new_empty(mask.shape)
         products = 4.0 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1.0)
-        return _Attention.apply(query, key, value, products, add_flops)
+        return _Attention.apply(query, key, value, mask, products, add_flops)
 
     def meta_rms_norm(x, normalized_shape, weight=None, eps=None):
         if not x.is_meta or not on_gpu:
@@ -72,21 +74,23 @@ class _Attention(torch.autograd.Function):
     """Saves its inputs, its result and the float32 log-sum-exp of each row of scores."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, products: float, add_flops: Callable):
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, products: float, add_flops: Callable
+    ):
         # With the strides of the query, so that heads join again without a copy.
         same = query.shape[-1] == value.shape[-1]
         result = torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, result, row_sums)
+        ctx.save_for_backward(query, key, value, result, row_sums, mask)
         ctx.products, ctx.add_flops = products, add_flops
         add_flops(products)
         return result
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        query, key, value, _, _ = ctx.saved_tensors
+        query, key, value, *_ = ctx.saved_tensors
         ctx.add_flops(2 * ctx.products)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -20,8 +20,11 @@ from models.hf_packed import (
     one_sequence_a_row,
     packed_rows,
     starts_for,
+    starts_of_rows,
 )
 from models.packed_attention import bounds_of, positions_in
+from offload.planning import memory_tracker
+from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from tests.models.helpers.hf_models import GROUPED, LANGUAGE, MODELS, SINGLE, VOCABULARY, batch, build_hf, task_of, tiny
 from tests.models.helpers.packed import SEGMENTS, counted, far_from_uniform, losses_alone, packed_batch
@@ -81,6 +84,54 @@ def test_starts_in_place_of_masks_give_the_same(name: str, monkeypatch: pytest.M
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
     assert not masks
+
+
+@pytest.mark.parametrize("balances", [False, True])
+def test_long_rows_need_no_masks_of_windows_or_of_padding(balances: bool, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU: here the starts become masks again, in every layer."""
+    name = "mixtral_balanced" if balances else "gemma3_text"
+    model, (ids, labels) = far_from_uniform(tiny(name)), packed_batch()
+    real = torch.arange(12) < torch.tensor([[9], [12]])
+    given = {"real": real} if balances else {"reduction": "none"}
+    labels = labels.masked_fill(~real, -100)
+    expected = model(ids, labels, **given)
+    expected.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    assert model.packing.by_starts
+    masks, starts = [], []
+    monkeypatch.setattr(hf_packed, "_sdpa_mask", lambda *given, **options: masks.append(given))
+    monkeypatch.setattr(hf, "starts_of_rows", lambda *given: torch.tensor([0, 12, 24], dtype=torch.int32))
+    monkeypatch.setattr(hf_packed, "mask_of", lambda *given: starts.append(given) or mask_of(*given))
+    found = model(ids, labels, **given)
+    found.sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
+    assert not masks
+    assert [given[1:] for given in starts] == [(2, 12, None if balances else 4), (2, 12, None)]
+
+
+def test_starts_are_of_long_rows_in_half_precision():
+    rows = torch.empty(3, hf_packed.LONG, dtype=torch.int64, device="meta")
+    assert starts_of_rows(rows, torch.bfloat16).shape == (4,)
+    assert starts_of_rows(rows, torch.float32) is None
+    assert starts_of_rows(rows[:, :-1], torch.bfloat16) is None
+    assert starts_of_rows(torch.zeros(1, hf_packed.LONG, dtype=torch.int64), torch.bfloat16) is None, "of the CPU"
+
+
+@pytest.mark.parametrize(("changes", "squares"), [({}, 0), ({"head_dim": 260}, 2), ({"sliding_window": 65}, 0)])
+def test_a_plan_has_the_masks_of_a_run(changes: dict, squares: int, monkeypatch: pytest.MonkeyPatch):
+    """No kernel of FlashAttention's has heads of more than 256 numbers: a mask for each layer of the two."""
+    for module in (hf_packed, memory_tracker):
+        monkeypatch.setattr(module, "LONG", 64)
+    model = tiny("gemma3_text", "meta", **{"head_dim": 8, "max_position_embeddings": 64} | changes).bfloat16()
+    ids, tracker = torch.empty(1, 64, dtype=torch.int64, device="meta"), MemoryTracker()
+    with fused_kernels(tracker.add_flops), tracker.recording():
+        loss = model(ids, ids)
+    # What is kept for backward are numbers of 2 bytes; for a moment there are the booleans too.
+    assert tracker.square_bytes // (64 * 64 * 2) == squares
+    del loss
 
 
 def test_a_model_with_other_masks_keeps_them():
@@ -151,6 +202,24 @@ def test_the_kernel_is_as_near_to_exact_numbers_as_masks(name: str, monkeypatch:
         by_kernel = model(ids, labels, segments=counted(SEGMENTS, "cuda"), reduction="none").cpu()
     assert len(calls) == 2
     assert (by_kernel - expected).norm() < 1.2 * (by_masks - expected).norm() + 0.01 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_of_long_rows_is_as_near_to_exact_numbers_as_masks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hf_packed, "LONG", 12)
+    exact, (ids, labels) = far_from_uniform(tiny("gemma3_text", head_dim=8)), packed_batch()
+    losses, calls, kernel = {}, [], hf_packed.attention_by_starts
+    monkeypatch.setattr(hf_packed, "attention_by_starts", lambda *given: calls.append(given) or kernel(*given))
+    with torch.no_grad():
+        expected = exact(ids, labels, reduction="none")
+        model = exact.to("cuda", torch.bfloat16)
+        for long in (13, 12):
+            monkeypatch.setattr(hf_packed, "LONG", long)
+            losses[long] = model(ids.cuda(), labels.cuda(), reduction="none").cpu()
+    assert len(calls) == 2
+    by_masks, by_kernel = ((losses[long] - expected).norm() for long in (13, 12))
+    assert by_kernel < 1.2 * by_masks + 0.01 * expected.norm()
 
 
 TWO_SAMPLES = torch.tensor([[0, 1, 2, 0, 1]])

@@ -26,6 +26,7 @@ from training.metrics.progress import print_plan
 from training.planning.advice import Exceeded, memory_advice
 from training.planning.dry_step import peak_of
 from training.planning.memory import UNDO_LOG
+from training.planning.notes import squares_note
 from training.planning.report import Limit, RunPlan
 from training.profiling.hardware import rss_gib, vram_bytes
 from training.runs import starting
@@ -76,7 +77,10 @@ def misfit(components: Components, plan: RunPlan, exceeded: Exceeded, before: Ma
     `exceeded` gives those of the steps, `before` are those of the encoding before them.
     """
     short, encoding = exceeded(components, plan), plan.encoding
-    lines = [f"{shortfalls(plan.totals, short)}: take {memory_advice(components, plan, exceeded)}"] if short else []
+    lines = []
+    if short:
+        needed = f"{shortfalls(plan.totals, short)}{_of_squares(components, plan)}"
+        lines.append(f"{needed}: take {memory_advice(components, plan, exceeded)}")
     lines += [
         f"encoding: {shortfalls(encoding.totals, {key: limit})}: take {encoding.advice(key)}"
         for key, limit in (before.items() if encoding is not None else ())
@@ -174,4 +178,10 @@ def _explained(components: Components, plan: RunPlan, key: str) -> str:
     def exceeded(_: Components, plan: RunPlan) -> dict[str, Limit]:
         return plan.exceeded() | ({key: less} if plan.totals[key] > less.nbytes else {})
 
-    return f"planned were {format_bytes(total)}{limit} ({parts}): take {memory_advice(components, plan, exceeded)}"
+    planned = f"planned were {format_bytes(total)}{limit} ({parts}){_of_squares(components, plan)}"
+    return f"{planned}: take {memory_advice(components, plan, exceeded)}"
+
+
+def _of_squares(components: Components, plan: RunPlan) -> str:
+    squares = squares_note(components, plan.square_bytes)
+    return f" ({squares})" if squares else ""

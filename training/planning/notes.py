@@ -8,6 +8,7 @@ from models.adapters import adapter_layers, config_of, is_adapted, root_of, with
 from offload import WeightMode
 from offload.knobs import format_bytes
 from training.config.modes import weights_node
+from training.config.schema import Precision
 from training.parallel.world import ranks_of_host
 from training.settle.components import Components
 from training.tasks.causal_lm import CausalLM
@@ -19,6 +20,9 @@ NAMED, SMALL = 3, 0.01
 # Layers without an adapter that are named; those of one name in all blocks count once.
 LAYERS_NAMED = 8
 HOW = {"experts": " (adapter.experts=true gives them one)"}
+
+# What hides positions from each other, in configurations of transformers.
+WINDOWS = ("sliding_window", "attention_chunk_size")
 
 ROUTERS = "model.overrides={output_router_logits:true}"
 
@@ -35,8 +39,11 @@ SHARED = (
 )
 
 
-def notes_of(components: Components, reference_note: str | None = None) -> list[str]:
-    """Returns the notes in the order of a plan, with that on a reference among them."""
+def notes_of(components: Components, reference_note: str | None = None, square_bytes: int = 0) -> list[str]:
+    """Returns the notes in the order of a plan, with that on a reference among them.
+
+    `square_bytes` are those of masks and scores of all pairs of tokens.
+    """
     found = (
         note_of_ranks(components),
         note_of_sequence(components.config.parallel.sequence),
@@ -46,6 +53,8 @@ def notes_of(components: Components, reference_note: str | None = None) -> list[
         unmatched_note(components),
         unadapted_note(components),
         experts_note(components),
+        squares_note(components, square_bytes),
+        positions_note(components),
     )
     return [note for note in found if note]
 
@@ -142,6 +151,42 @@ def experts_note(components: Components) -> str | None:
     if not is_off or type(components.task) is not CausalLM:
         return None
     return f"auxiliary loss of experts: none, which TRL adds: {ROUTERS} adds it"
+
+
+def squares_note(components: Components, nbytes: int) -> str | None:
+    """Returns a line on the `nbytes` of masks and scores of all pairs of tokens, and what makes them; None for none."""
+    if not nbytes:
+        return None
+    config, model, found = components.config, components.model, config_of_library(components)
+    kind, asked = getattr(found, "model_type", type(model).__name__), config.model.get("attention")
+    window = next((f"{name}={value}" for name in WINDOWS if (value := getattr(found, name, None))), None)
+    if asked == "eager":
+        why = "model.attention=eager: auto may need none"
+    elif getattr(found, "_attn_implementation", None) == "eager":
+        why = f"{kind} has eager attention by default"
+    elif config.dataset.get("packed"):
+        why = "masks of dataset.packed=true"
+    else:
+        why = f"masks of {f'{window} of ' if window else ''}{kind}"
+    if config.precision == Precision.fp32 and getattr(getattr(model, "packing", None), "by_starts", False):
+        why += "; precision=bf16 on a GPU needs no masks"
+    size = f"{format_bytes(nbytes)} of the activations, and four times that at twice the length"
+    return f"masks and scores of all pairs of tokens take {size}: {why}"
+
+
+def positions_note(components: Components) -> str | None:
+    """Returns a line where a row has more tokens than the files of the model say that it was made for."""
+    config, found = components.config, config_of_library(components)
+    most = getattr(found, "max_position_embeddings", None)
+    if components.task.unit != "tokens" or config.dataset.get("packed") or not most or config.seq_len <= most:
+        return None
+    return f"seq_len={config.seq_len} is beyond the max_position_embeddings={most} of {found.model_type}"
+
+
+def config_of_library(components: Components) -> object | None:
+    """Returns the configuration of a text model of transformers; None for another model."""
+    config = getattr(getattr(components.model, "hf", None), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
 
 
 def _short(name: str, kind: str) -> str:

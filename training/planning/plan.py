@@ -45,6 +45,7 @@ EAGER_EXPERTS = (
     " grouped_mm and batched_mm can be planned"
 )
 GROUPED = "the rate of the products of experts is {}"
+UNPLANNED = "activations are not in the plan"
 UNSEEN = "no dry run shows that all are final when they land, because this model needs values to run"
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class PlannedStep:
             why = f"this model needs values to run ({first_line(error)})"
             if getattr(components.model, "experts_implementation", None) == "eager" and "nonzero" in why:
                 why = EAGER_EXPERTS
-            note = f"activations are not in the plan: {why}"
+            note = f"{UNPLANNED}: {why}"
             # The timeline ends where the dry run failed, so it is of no use.
             return cls(without_dry_run(components), None, (note,))
 
@@ -164,7 +165,7 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     if step.total("grouped_flops"):
         measured = f"{speeds[1] / rates['grouped_cost'] / 1e12:,.3g} TFLOP/s, as measured"
         notes.append(GROUPED.format("that of others" if machine.grouped_tflops is None else measured))
-    notes += notes_of(components, reference_note(components, machine, has_gpu))
+    notes += notes_of(components, reference_note(components, machine, has_gpu), step.square_bytes)
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))
 
 
@@ -186,6 +187,7 @@ def _assembled(
         device_bytes=memory.device,
         host_bytes=memory.host,
         logits_bytes=logits_bytes(components),
+        square_bytes=step.square_bytes,
         pinned_bytes=memory.pinned_bytes,
         step_bytes={
             "in": sum(phase.h2d_bytes for phase in times.phases),

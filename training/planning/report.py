@@ -37,6 +37,7 @@ class RunPlan:
 
     Attributes:
         logits_bytes: the activations on the device that are logits.
+        square_bytes: those that are masks and scores of all pairs of tokens, of long sequences.
         kept_bytes: the activations that offload.budget=auto is taken to keep; a run keeps what there is room for.
         streamed: the share of the weights that stream; None where none do.
         timeline: the work of forward and backward, as far as the dry run went, and of the update.
@@ -64,6 +65,7 @@ class RunPlan:
     has_gpu: bool
     clipped_ms: float | None = None
     encoding: PlannedEncoding | None = None
+    square_bytes: int = 0
     kept_bytes: int = 0
     streamed: float | None = None
     timeline: tuple[Work, ...] = ()
@@ -136,6 +138,7 @@ class RunPlan:
             "parameters": self.parameters,
             "trained_parameters": self.trained_parameters,
             "logits_bytes": self.logits_bytes,
+            "square_bytes": self.square_bytes,
             "page_locked_bytes": self.pinned_bytes,
             "step_bytes": dict(self.step_bytes),
             "floor_ms": self.floor_ms,

@@ -36,6 +36,25 @@ def test_what_is_alive_and_was_at_most():
     assert tracker.peak_bytes == 512, "in pieces as the allocator hands them out"
 
 
+def test_masks_and_scores_of_all_pairs_of_many_tokens_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_tracker, "LONG", 64)
+    tracker = MemoryTracker()
+    with tracker.recording():
+        others = [meta(2, 64, 64), meta(64, 64), meta(1, 2, 63, 63), meta(1, 2, 64, 62), meta(1, 2, 32, 64)]
+        assert tracker.square_bytes == 0
+        mask = meta(1, 1, 64, 64, dtype=torch.bool)
+        view = mask.expand(2, 3, 64, 64)
+        with_sink = meta(1, 2, 64, 65)
+        assert tracker.square_bytes == mask.nbytes + -(-with_sink.nbytes // 512) * 512
+        del with_sink, others
+        tracker.start_step()
+        assert tracker.square_bytes == mask.nbytes
+        del mask, view
+        assert tracker.square_bytes == 64 * 64, "at most in the step"
+        tracker.start_step()
+    assert tracker.square_bytes == 0
+
+
 def test_what_was_there_before_is_not_counted():
     weight, tracker = meta(1024, 1024, requires_grad=True), MemoryTracker()
     with tracker.recording(), tracker.recording():

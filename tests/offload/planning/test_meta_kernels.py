@@ -26,18 +26,32 @@ def test_attention_saves_no_matrix_of_scores(causal: bool):
     assert key.grad.shape == key.shape
 
 
+def saved_bytes(device: str, dtype: torch.dtype, *masks: torch.Tensor, **options: object) -> int:
+    """Bytes that attention of 4 heads of 32 tokens saves for backward, each tensor once."""
+    query = torch.ones(2, 4, 32, 8, device=device, dtype=dtype, requires_grad=True)
+    storages = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: storages.setdefault(id(t), t), lambda t: t)
+    with fused_kernels(lambda flops: None, on_gpu=False), hooks:
+        F.scaled_dot_product_attention(query, query, query, *(mask.to(device) for mask in masks), **options)
+    return sum(tensor.nbytes for tensor in storages.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_dropout_saves_its_scores_on_the_cpu(dtype: torch.dtype):
-    def saved_bytes(device: str) -> int:
-        query = torch.ones(2, 4, 32, 8, device=device, dtype=dtype, requires_grad=True)
-        storages = {}
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: storages.setdefault(id(t), t), lambda t: t)
-        with fused_kernels(lambda flops: None, on_gpu=False), hooks:
-            F.scaled_dot_product_attention(query, query, query, dropout_p=0.1, is_causal=True)
-        return sum(tensor.nbytes for tensor in storages.values())
-
     scores = 2 * 4 * 32 * 32 * dtype.itemsize
-    assert saved_bytes("meta") == saved_bytes("cpu") > scores
+    dropped = {"dropout_p": 0.1, "is_causal": True}
+    assert saved_bytes("meta", dtype, **dropped) == saved_bytes("cpu", dtype, **dropped) > scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_saves_a_mask_as_numbers(dtype: torch.dtype):
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()
+    without = saved_bytes("meta", dtype, is_causal=True)
+    assert without == saved_bytes("cpu", dtype, is_causal=True)
+    for given in (mask, mask.to(dtype)):
+        assert (
+            saved_bytes("meta", dtype, given) == saved_bytes("cpu", dtype, given) == without + 32 * 32 * dtype.itemsize
+        )
 
 
 def test_rms_norm_saves_its_input_and_a_number_a_row():

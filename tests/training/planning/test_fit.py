@@ -26,6 +26,10 @@ from training.runs import starting
 from training.runs.files import PLAN_FILE, SUMMARY_FILE
 from training.settle.components import Components
 
+MISTRAL = (
+    "model=hf", "model.source=mistral", "model.overrides={hidden_size:32,intermediate_size:32,num_hidden_layers:1,"
+    "num_attention_heads:2,num_key_value_heads:1,vocab_size:512,sliding_window:512}",
+)  # fmt: skip
 RUN = (*TINY_RUN, "dataset=synthetic", "steps=1", "warmup_steps=0")
 
 
@@ -182,3 +186,16 @@ def test_other_errors_pass(error: Exception):
     with pytest.raises(type(error)) as caught, memory_explained(components, plan):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.usefixtures("process_without_memory")
+def test_masks_that_do_not_fit_are_named():
+    others = (key for key in RUN if not key.startswith("model."))
+    components = components_of(*others, *MISTRAL, "seq_len=8192", "batch_size=1", "host_budget=256MiB")
+    plan = plan_run(components, machine_of(components), has_gpu=False)
+    named = "0.25 GiB (host_budget) available (masks and scores of all pairs of tokens take 0.31 GiB of the activations"
+    with pytest.raises(MisfitError, match="masks of sliding_window=512 of mistral; precision=bf16 on a GPU") as error:
+        refuse_misfit(components, plan)
+    assert named in str(error.value)
+    with pytest.raises(OutOfMemoryError, match="masks of sliding_window=512"), memory_explained(components, plan):
+        raise MemoryError

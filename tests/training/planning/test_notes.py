@@ -10,7 +10,14 @@ from tests.training.helpers import streamed_shapes
 from tests.training.helpers.in_process import SMALL_MODEL, components_of
 from training.planning.dry_step import dry_step
 from training.planning.machine import OPERATIONS_SHARE, machine_of
-from training.planning.notes import experts_note, staying_note, streamed_share, unadapted_note, unmatched_note
+from training.planning.notes import (
+    experts_note,
+    positions_note,
+    staying_note,
+    streamed_share,
+    unadapted_note,
+    unmatched_note,
+)
 from training.planning.plan import plan_run
 
 # The embedding and the head are half of such a model.
@@ -165,3 +172,50 @@ def test_the_auxiliary_loss_that_trl_adds_is_named(keys: tuple[str, ...], expect
     assert experts_note(components_of(*SMALL_MODEL)) is None
     without = ("model=hf", "model.source=llama4_text", "model.overrides={num_hidden_layers: 1}")
     assert experts_note(components_of(*without, "hardware=h200", "dataset=synthetic")) is None
+
+
+LONG = ("dataset=synthetic", "batch_size=1", "seq_len=8192", "hardware=h200", "model=hf", "recompute=block")
+
+
+def long(source: str, *more: str, values: str = "") -> tuple[str, ...]:
+    return (*LONG, f"model.source={source}", f"model.overrides={{{SIZES},head_dim:8,vocab_size:512{values}}}", *more)
+
+
+SQUARES = "masks and scores of all pairs of tokens take {} of the activations, and four times that at twice the length"
+
+
+@pytest.mark.parametrize(
+    ("keys", "size", "why"),
+    [
+        # As booleans, and of one layer at a time as numbers.
+        (
+            long("mistral", "precision=fp32", values=",sliding_window:512"), "0.31 GiB",
+            "masks of sliding_window=512 of mistral; precision=bf16 on a GPU needs no masks",
+        ),
+        (long("mistral", "precision=bf16", values=",sliding_window:512"), None, None),
+        (long("mistral", "precision=fp32", values=",sliding_window:8193"), None, None),
+        pytest.param(long("qwen3"), None, None, marks=pytest.mark.slow),
+        # The mask as numbers, 0.25 GiB, and some of what makes of scores, 1 GiB, a softmax; gemma2 caps them first.
+        pytest.param(long("gemma2"), "3.50 GiB", "gemma2 has eager attention by default", marks=pytest.mark.slow),
+        pytest.param(
+            long("qwen3", "model.attention=eager"), "2.25 GiB", "model.attention=eager: auto may need none",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda each: each[6] if isinstance(each, tuple) else None,
+)  # fmt: skip
+def test_masks_and_scores_of_long_sequences_are_named(keys: tuple[str, ...], size: str | None, why: str | None):
+    components = components_of(*keys)
+    plan = plan_run(components, machine_of(components), has_gpu=True)
+    found = [note for note in plan.notes if note.startswith("masks")]
+    assert found == ([] if size is None else [f"{SQUARES.format(size)}: {why}"])
+    assert bool(plan.as_dict()["square_bytes"]) == bool(size)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(64, False), (65, True)])
+def test_a_row_that_is_longer_than_its_model_was_made_for_is_named(tokens: int, expected: bool):
+    keys = long("qwen3", values=",max_position_embeddings:64")
+    components = components_of(*keys, f"seq_len={tokens}")
+    note = f"seq_len={tokens} is beyond the max_position_embeddings=64 of qwen3"
+    assert positions_note(components) == (note if expected else None)
+    assert (note in plan_run(components, machine_of(components), has_gpu=True).notes) == expected
