@@ -20,6 +20,7 @@ from training.checkpoints.base import BaseReference
 from training.checkpoints.resuming import Checkpoint
 from training.errors import UserError
 from training.metrics.progress import phase
+from training.run.attention import without_scores
 from training.runs.files import REFERENCE_ORIGIN, write_whole
 from training.settle.components import Components, attached
 from training.weights.files import ModelWeights
@@ -59,12 +60,15 @@ class AttachedModels:
 def attached_models(
     components: Components, streams: Streams, sharers: Sharers = NO_SHARERS
 ) -> Iterator[AttachedModels]:
-    """Attaches the modes of the model and of its reference model, whose buffers it fills. Raises MemoryError."""
+    """Attaches the modes of the model and of its reference model, whose buffers it fills. Raises MemoryError.
+
+    Inside the block attention of long sequences stores no scores: see `without_scores`.
+    """
     compiler = Thread(target=import_module, args=("torch._dynamo",))
     if components.device.type == "cuda" and (components.recomputed_blocks or components.mode.recomputes):
         # Checkpoints of torch import its compiler. The seconds of that pass beside the allocation of memory.
         compiler.start()
-    with attached(components, streams, sharers) as trained:
+    with without_scores(components), attached(components, streams, sharers) as trained:
         if compiler.ident is not None:
             # Where two threads import at once, one may see the other's modules half made.
             compiler.join()

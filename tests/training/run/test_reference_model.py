@@ -52,6 +52,7 @@ def test_the_compiler_is_imported_before_the_models_are_used(monkeypatch: pytest
 
     monkeypatch.setattr(reference_model, "import_module", import_slowly)
     monkeypatch.setattr(reference_model, "attached", lambda *_: nullcontext())
+    monkeypatch.setattr(reference_model, "without_scores", lambda _: nullcontext())
     components = SimpleNamespace(device=torch.device("cuda"), recomputed_blocks=["a block"], reference=None)
     with reference_model.attached_models(components, streams=None):
         assert imported == ["torch._dynamo"]
