@@ -12,6 +12,8 @@ from typing import Any, Literal, get_origin, get_type_hints
 from omegaconf import MISSING
 
 AUTO = "auto"
+# seq_len of a plan: the longest that fits.
+LONGEST = "max"
 # By key, what stands there until a run writes down what it took: one that was refused before that has it still.
 SETTLED = {
     "precision": AUTO,
@@ -29,9 +31,15 @@ SETTLED = {
 }
 
 
-def number(at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
-    """Declares a numeric key, whose range `training.config.validation` checks. Its value comes from YAML."""
-    return field(default=MISSING, metadata={"at_least": at_least, "above": above, "at_most": at_most})
+def number(
+    at_least: float | None = None, above: float | None = None, at_most: float | None = None, words: tuple[str, ...] = ()
+) -> Any:
+    """Declares a numeric key, whose range `training.config.validation` checks. Its value comes from YAML.
+
+    `words` are what it may be besides, with `auto`.
+    """
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
+    return field(default=MISSING, metadata=bounds | ({"words": words} if words else {}))
 
 
 @dataclass

@@ -20,7 +20,7 @@ from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
 from training.config.adapter import has_adapter
 from training.config.cards import PRESETS
 from training.config.datasets import DATASETS
-from training.config.declare import Built, number, renamed, schema_of
+from training.config.declare import LONGEST, Built, number, renamed, schema_of
 from training.config.modes import all_options
 from training.optim import AdamW
 
@@ -236,7 +236,7 @@ class TrainConfig:
     epochs: float | None = number(above=0, at_most=1_000_000)
     batch_size: int = number(at_least=1, at_most=1_000_000)
     microbatches: int | str = MISSING
-    seq_len: int | str = number(at_least=1)
+    seq_len: int | str = number(at_least=1, words=(LONGEST,))
     device: str = MISSING
     devices: int = number(at_least=1, at_most=64)
     precision: Precision = MISSING

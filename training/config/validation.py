@@ -93,8 +93,9 @@ def _check_ranges(prefix: str, node: DictConfig) -> None:
         bounds = {bound: entry.metadata.get(bound) for bound in ("at_least", "above", "at_most")}
         value, kinds = node[entry.name], get_args(entry.type)
         if isinstance(value, str) and (float in kinds or any(bound is not None for bound in bounds.values())):
-            if value != AUTO:
-                raise UserError(f"{prefix}{entry.name}={visible(value)}: must be a number, or auto")
+            words = (AUTO, *entry.metadata.get("words", ()))
+            if value not in words:
+                raise UserError(f"{prefix}{entry.name}={visible(value)}: must be a number, or {' or '.join(words)}")
         elif value is not None:
             try:
                 in_range(f"{prefix}{entry.name}", value, **bounds)

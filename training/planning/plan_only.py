@@ -5,11 +5,13 @@ from dataclasses import replace
 from omegaconf import DictConfig
 
 from training.config.cards import PRESETS
+from training.config.declare import LONGEST
 from training.data.datasets import build_dataset, facts_of, has_facts
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
 from training.planning.encoding import planned_encoding
 from training.planning.fit import misfit
+from training.planning.longest import Longest
 from training.planning.machine import machine_of
 from training.planning.plan import draw_timeline, plan_filled
 from training.profiling.hardware import resolve_device
@@ -33,7 +35,10 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     is_preset = invocation.choices["hardware"] in PRESETS
     device = resolve_device("auto" if is_preset else config.device)
     on_gpu = is_preset or config.hardware.vram_gib is not None or device.type == "cuda"
-    components = Components.of(config, invocation, device, on_gpu=on_gpu)
+    longest = Longest.of(config, invocation, device, on_gpu) if config.seq_len == LONGEST else None
+    if longest is not None:
+        config.seq_len, invocation = longest.tokens, longest.invocation
+    components = Components.of(config, invocation, device, on_gpu=on_gpu, model=getattr(longest, "model", None))
     # Refuses samples that cannot be made: for that no data are read, and nothing is downloaded.
     if tokenizer_is_here(config):
         Samples.of(without_abilities(config, components.mode)[0], components.task, components.model)
@@ -47,12 +52,14 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
             dataset = build_dataset(config, components.model, invocation.run_dir)
         components.task.check(config, dataset, components.model)
     with phase("measuring the machine"):
-        machine = machine_of(components)
+        machine = machine_of(components) if longest is None else longest.machine
     with phase("planning"):
         has_gpu = machine.vram_gib is not None
         with planned_encoding(dataset, components, machine, has_gpu) as encoding:
-            _, plan = plan_filled(components, machine, has_gpu)
+            _, plan = plan_filled(components, machine, has_gpu, getattr(longest, "steps", None))
     plan = replace(plan, facts=facts_of(dataset), encoding=encoding)
+    if longest is not None:
+        plan = replace(plan, chosen={"seq_len": longest.why, **plan.chosen})
     if not plan.has_gpu:
         plan = replace(plan, notes=(*plan.notes, NO_GPU))
     print_plan(plan.rows(), title=f"Plan: {invocation.title}")

@@ -18,7 +18,7 @@ from torch import nn
 from offload import Footprint, Mode, find_blocks
 from training.config.adapter import has_adapter
 from training.config.construct import construct
-from training.config.declare import AUTO
+from training.config.declare import AUTO, LONGEST
 from training.config.modes import CONF
 from training.config.rates import RECOMPUTE_FROM, Choice, shown, suit
 from training.config.schema import OnNonfinite, Precision
@@ -58,8 +58,10 @@ def settle(config: DictConfig, invocation: Invocation, device: torch.device, on_
     """Writes into `config` what is chosen in place of `auto`, and returns it with the reasons.
 
     `on_gpu`: whether a plan is for a GPU, if that differs from `device`. Raises UserError for a tokenizer that is not
-    that of the weights, and for a task that cannot be made.
+    that of the weights, for a task that cannot be made, and for seq_len=max, which a plan replaces before.
     """
+    if config.seq_len == LONGEST:
+        raise UserError(f"seq_len={LONGEST}: is for a plan: add plan=true, and give the run the number that it names")
     reasons = {}
 
     def chosen(key: str) -> bool:

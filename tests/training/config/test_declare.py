@@ -45,6 +45,7 @@ def test_fields_of_a_dataclass_are_keys():
 def test_a_number_has_a_range_and_its_value_from_yaml():
     entry = number(at_least=1, at_most=2)
     assert entry.metadata == {"at_least": 1, "above": None, "at_most": 2}
+    assert number(words=("max",)).metadata["words"] == ("max",)
     assert entry.default == "???"
     assert entry.default_factory is MISSING
 
