@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from models.attention_kernels import avoid_cudnn_attention
 from models.built_again import fill_buffers
 from models.diffusion_files import CONFIG_FILE, file_of
 from models.diffusion_initialise import initialise_diffusion
 from models.json_files import as_json, read_object
 from models.library_dtypes import default_dtype, keep_float32, kept_by_diffusers
-from models.packed_attention import avoid_cudnn_attention
 from models.quiet_imports import import_quantisers, without_remarks
 from models.safetensors_files import StoredTensor
 from models.weights import load_weights, matched_weights

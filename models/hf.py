@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from models.attention_kernels import avoid_cudnn_attention
 from models.built_again import fill_buffers
 from models.divided_sequence import DividedSequence
 from models.hf_divided import options_of, why_not_divided
@@ -40,7 +41,7 @@ from models.hf_packed import (
 from models.hf_source import CAUSAL_LM, EXPERTS, find_source, one_line, same_again
 from models.library_dtypes import Keeps, keep_float32
 from models.loss import IGNORED_LABEL, averages
-from models.packed_attention import avoid_cudnn_attention, positions_in
+from models.packed_attention import positions_in
 from models.safetensors_files import StoredTensor
 
 # transformers chooses the attention backend.

@@ -22,7 +22,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from models.attention_kernels import causal_kernel
 from models.hf_source import same_again, sub_configs
 from models.packed_attention import HALF, LONG, attention_by_starts, has_kernel
 
@@ -277,7 +278,9 @@ def _attend(
         alike = getattr(attention_mask, "window", False) == window and query.shape[2] == key.shape[2]
         sequences.watched.append(starts is not None and alike and plain)
     if starts is None:
-        return _attention(module, query, key, value, attention_mask, **options)
+        causal = attention_mask is None and plain and getattr(module, "is_causal", True)
+        with causal_kernel(query, key, value) if causal else nullcontext():
+            return _attention(module, query, key, value, attention_mask, **options)
     if not (plain and has_kernel(query, value)):
         mask = mask_of(starts, len(query), query.shape[2], window)
         return _attention(module, query, key, value, mask, **options)
@@ -289,7 +292,8 @@ def _attend(
 
 
 def _attend_whole(module: nn.Module, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return _attention(module, query, key, value, None, **options)[0].transpose(1, 2)
+    with nullcontext() if options.get("dropout") else causal_kernel(query, key, value):
+        return _attention(module, query, key, value, None, **options)[0].transpose(1, 2)
 
 
 def _make_mask(*arguments: Any, **options: Any) -> Tensor | None:

@@ -1,10 +1,11 @@
 """Predicts the time of a step from the operations and bytes of its phases and from the speeds of a machine."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.dry_run import Phase
+from offload.planning.memory_tracker import EVEN
 from offload.planning.simulated_streams import Bandwidth, Work
 
 
@@ -57,7 +58,7 @@ def hidden_share(
     bandwidth: Bandwidth,
     flops_per_s: float,
     memory_gb_s: float = math.inf,
-    grouped_cost: float = 1.0,
+    costs: Mapping[str, float] = EVEN,
 ) -> float:
     """Returns the share of the swapped activations, 0 to 1, whose copies compute can hide beside those of weights."""
     share = 1.0
@@ -66,7 +67,7 @@ def hidden_share(
         weights_ms = bandwidth.two_way_ms(phase.h2d_bytes - acts_in, phase.d2h_bytes - acts_out)
         wanted_ms = bandwidth.two_way_ms(acts_in, acts_out)
         if wanted_ms:
-            compute_ms = phase.compute_ms(flops_per_s, memory_gb_s, grouped_cost)
+            compute_ms = phase.compute_ms(flops_per_s, memory_gb_s, costs)
             share = min(share, (compute_ms - weights_ms) / wanted_ms)
     return max(share, 0.0)
 
@@ -79,18 +80,17 @@ def forecast(
     simulated_ms: float | None = None,
     memory_gb_s: float = math.inf,
     links_gb_s: float = math.inf,
-    grouped_cost: float = 1.0,
+    costs: Mapping[str, float] = EVEN,
 ) -> Forecast:
     """Predicts the time of a step of `phases`; `simulated_ms` is the time of forward and backward, where it is known.
 
     `memory_gb_s` are the GB that operations other than products read and write in the device's memory in a second,
-    `links_gb_s` those that it receives from other devices. A FLOP of the products of experts takes as long as
-    `grouped_cost` of others.
+    `links_gb_s` those that it receives from other devices. `costs`: see `Phase.compute_ms`.
 
     Without it, compute and copies overlap within a phase, and each phase waits for both of the one before: gradients
     do not leave in forward, and backward does not begin before its forward has ended.
     """
-    compute_ms = [phase.compute_ms(flops_per_s, memory_gb_s, grouped_cost) for phase in phases]
+    compute_ms = [phase.compute_ms(flops_per_s, memory_gb_s, costs) for phase in phases]
     waits_ms = [bandwidth.two_way_ms(phase.waited_for_bytes, 0) for phase in phases]
     copies_ms = [bandwidth.two_way_ms(phase.h2d_bytes, phase.d2h_bytes) for phase in phases]
     exchanges_ms = [phase.exchanged_bytes / links_gb_s / 1e6 for phase in phases]

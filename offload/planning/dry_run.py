@@ -7,7 +7,7 @@ model of any size, and no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import isroutine
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offload.activations.checkpointing import recompute
 from offload.modes.mode import NO_OPTIONS, Attached, AttachOptions, Mode
-from offload.planning.memory_tracker import MemoryTracker
+from offload.planning.memory_tracker import EVEN, MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.simulated_streams import Bandwidth, PlannedSharers, SimulatedStreams
 from offload.sharing.sharers import NO_SHARERS
@@ -34,15 +34,15 @@ STEPS = 2
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
-COUNTED = ("flops", "grouped_flops", "memory_bytes", "exchanged_bytes", *MOVED)
+COUNTED = ("flops", "grouped_flops", "attention_flops", "memory_bytes", "exchanged_bytes", *MOVED)
 
 
 @dataclass(frozen=True)
 class Phase:
     """Operations and copies from the beginning of a forward to its end, or from there to the next forward.
 
-    `flops` are those of products, of which `grouped_flops` are products of experts; other operations read and write
-    `memory_bytes` in the device's memory.
+    `flops` are those of products, of which `grouped_flops` are products of experts and `attention_flops` those of
+    attention; other operations read and write `memory_bytes` in the device's memory.
     `waited_for_bytes` of the bytes are copied while compute stands still. `exchanged_bytes` come from other devices
     that share the homes.
     """
@@ -56,13 +56,14 @@ class Phase:
     memory_bytes: float = 0.0
     exchanged_bytes: float = 0.0
     grouped_flops: float = 0.0
+    attention_flops: float = 0.0
 
-    def compute_ms(self, flops_per_s: float, memory_gb_s: float, grouped_cost: float = 1.0) -> float:
+    def compute_ms(self, flops_per_s: float, memory_gb_s: float, costs: Mapping[str, float] = EVEN) -> float:
         """Returns the time of products, and of other operations at `memory_gb_s` GB a second.
 
-        A FLOP of the products of experts takes as long as `grouped_cost` of others.
+        A FLOP of a kind in `costs` (grouped, attention) takes as long as that many others.
         """
-        flops = self.flops + (grouped_cost - 1) * self.grouped_flops
+        flops = self.flops + sum((cost - 1) * getattr(self, f"{kind}_flops") for kind, cost in costs.items())
         return flops / flops_per_s * 1e3 + self.memory_bytes / memory_gb_s / 1e6
 
 
@@ -317,7 +318,7 @@ class _Log:
         self._readings.append(
             {
                 "flops": self._tracker.flops,
-                "grouped_flops": self._tracker.grouped_flops,
+                **{f"{kind}_flops": count for kind, count in self._tracker.flops_of.items()},
                 "memory_bytes": self._tracker.memory_bytes,
                 "exchanged_bytes": self._sharers.exchanged_bytes if self._sharers else 0.0,
                 **{key: getattr(counters, key) for key in MOVED},

@@ -162,6 +162,10 @@ def storage_of(tensor: Tensor) -> int:
     return storage_address(tensor.untyped_storage())
 
 
+# Products with a rate of their own: those of experts (`grouped_mm`), and the two of attention.
+KINDS = ("grouped", "attention")
+# What a FLOP of each kind costs, where all cost the same.
+EVEN: Mapping[str, float] = {}
 # torch's CUDA allocator rounds sizes to multiples of this.
 ROUNDING_BYTES = 512
 # Tokens from which on masks and scores of all pairs matter: of 8,192 a head has 128 MiB of scores in bf16.
@@ -179,21 +183,21 @@ class MemoryTracker:
     """Counts bytes of the storages that operations made and that are alive, their peak, and the FLOPs of operations.
 
     Counts operations on meta tensors inside `recording`, in any thread. Storages that were there before, such as
-    parameters, are left out. FLOPs are those of products and convolutions, `grouped_flops` of them those of products of
-    experts. `gradient_bytes` of the live bytes are gradients that stay on the device (`gradient_landed`),
+    parameters, are left out. FLOPs are those of products and convolutions, `flops_of` those of `KINDS` of them.
+    `gradient_bytes` of the live bytes are gradients that stay on the device (`gradient_landed`),
     `peak_gradient_bytes` were when the peak was reached. `square_bytes` were alive at most in a step of masks and
     scores of all pairs of tokens, `LONG` of them or more.
     `memory_bytes` are those that other operations read and wrote, whose time is that of memory.
-    `spend(flops, copied_bytes, memory_bytes, grouped)` is called for each operation.
+    `spend(flops, copied_bytes, memory_bytes, kind)` is called for each operation.
     """
 
-    def __init__(self, spend: Callable[..., None] = lambda flops, copied_bytes, memory_bytes, grouped=False: None):
+    def __init__(self, spend: Callable[..., None] = lambda flops, copied_bytes, memory_bytes, kind=None: None):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
         self.peak_gradient_bytes = 0
         self.flops = 0.0
-        self.grouped_flops = 0.0
+        self.flops_of = dict.fromkeys(KINDS, 0.0)
         self.memory_bytes = 0
         self.square_bytes = 0
         self._live_square_bytes = 0
@@ -215,12 +219,13 @@ class MemoryTracker:
         finally:
             self._thread.records = False
 
-    def add_flops(self, count: float, grouped: bool = False) -> None:
-        """Counts the FLOPs of an operation that the tracker cannot see by itself; `grouped`: a product of experts."""
+    def add_flops(self, count: float, kind: str | None = None) -> None:
+        """Counts the FLOPs of an operation that the tracker cannot see by itself; `kind`: one of `KINDS`."""
         count *= counted.times
         self.flops += count
-        self.grouped_flops += count if grouped else 0.0
-        self.spend(count, 0, 0, grouped)
+        if kind is not None:
+            self.flops_of[kind] += count
+        self.spend(count, 0, 0, kind)
 
     def start_step(self) -> None:
         """Starts a step: no gradient is there yet, and the peak is the bytes alive now."""

@@ -23,9 +23,9 @@ def fused_kernels(add_flops: Callable[..., None], on_gpu: bool = True) -> Iterat
 
     Attention with dropout is replaced with `on_gpu` alone.
 
-    `add_flops` is called with the FLOPs of attention: two products in forward and, as is usual, four in backward; half
-    of them under a causal mask. For the products of experts it is called with `grouped`: one in forward, two in
-    backward.
+    `add_flops` is called with the FLOPs of attention and this kind: two products in forward and, as is usual, four in
+    backward; half of them under a causal mask. For the products of experts it is called with the kind `grouped`: one in
+    forward, two in backward.
 
     Attention raises RuntimeError for shapes that do not fit each other, as torch's does.
     """
@@ -83,13 +83,13 @@ class _Attention(torch.autograd.Function):
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, row_sums, mask)
         ctx.products, ctx.add_flops = products, add_flops
-        add_flops(products)
+        add_flops(products, kind="attention")
         return result
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         query, key, value, *_ = ctx.saved_tensors
-        ctx.add_flops(2 * ctx.products)
+        ctx.add_flops(2 * ctx.products, kind="attention")
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
 
 
@@ -115,7 +115,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(rows, weights)
         ctx.add_flops = add_flops
         _compute_wrapped(weights)
-        add_flops(2.0 * rows.numel() * weights.shape[-1], grouped=True)
+        add_flops(2.0 * rows.numel() * weights.shape[-1], kind="grouped")
         return rows.new_empty(len(rows), weights.shape[-1])
 
     @staticmethod
@@ -124,7 +124,7 @@ class _GroupedProduct(torch.autograd.Function):
         gradients = []
         for needed, tensor in zip(ctx.needs_input_grad, (rows, weights), strict=False):
             if needed:
-                ctx.add_flops(2.0 * rows.numel() * weights.shape[-1], grouped=True)
+                ctx.add_flops(2.0 * rows.numel() * weights.shape[-1], kind="grouped")
             gradients.append(torch.empty_like(tensor) if needed else None)
         if ctx.needs_input_grad[0]:
             _compute_wrapped(weights)

@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from offload.memory.host_memory import HostArena
+from offload.planning.memory_tracker import EVEN
 from offload.sharing.sharers import Sharers
 from offload.streams.registry import Streams
 from offload.streams.stream_checker import CheckedStream, CheckedStreams
@@ -81,8 +82,8 @@ class SimulatedStreams(CheckedStreams):
 
     Other operations take time at `memory_gb_s`, GB read and written in the device's memory in a second. A copy that
     begins while the bus is busy the other way has the speed of two copies at once. What the device receives from
-    other devices comes at `links_gb_s`, and does not slow copies. A FLOP of the products of experts takes as long as
-    `grouped_cost` of others. The host takes no time.
+    other devices comes at `links_gb_s`, and does not slow copies. A FLOP of a kind in `costs` takes as long as that
+    many others. The host takes no time.
     `work` is everything that the streams did since the last `start_step`.
     """
 
@@ -93,7 +94,7 @@ class SimulatedStreams(CheckedStreams):
         flops_per_s: float,
         memory_gb_s: float = math.inf,
         links_gb_s: float = math.inf,
-        grouped_cost: float = 1.0,
+        costs: Mapping[str, float] = EVEN,
     ):
         super().__init__(device)
         self.work: list[Work] = []
@@ -101,7 +102,7 @@ class SimulatedStreams(CheckedStreams):
         self._flops_per_s = flops_per_s
         self._memory_gb_s = memory_gb_s
         self._links_gb_s = links_gb_s
-        self._grouped_cost = grouped_cost
+        self._costs = costs
         self._began_ms = 0.0
 
     @property
@@ -120,7 +121,7 @@ class SimulatedStreams(CheckedStreams):
         self._began_ms = _time(self.host)
         self.work.clear()
 
-    def spend(self, flops: float, copied_bytes: int, memory_bytes: int = 0, grouped: bool = False) -> None:
+    def spend(self, flops: float, copied_bytes: int, memory_bytes: int = 0, kind: str | None = None) -> None:
         """Lets the current stream compute, or copy `copied_bytes` if it is one for copies."""
         stream = self.compute
         stream.follow(self.host.clock)
@@ -132,7 +133,7 @@ class SimulatedStreams(CheckedStreams):
         else:
             lane, rate = "compute", None
         if rate is None:
-            flops *= self._grouped_cost if grouped else 1.0
+            flops *= self._costs.get(kind, 1.0)
             taken_ms = flops / self._flops_per_s * 1e3 + memory_bytes / self._memory_gb_s / 1e6
         else:
             taken_ms = copied_bytes / rate / 1e6

@@ -180,7 +180,7 @@ def test_positions_that_do_not_begin_at_0_are_refused(source: str):
 def test_a_plan_of_packed_rows_needs_no_values(name: str, dtype: torch.dtype):
     model = tiny(name, "meta").to(dtype)
     ids, labels = (tensor.to("meta") for tensor in packed_batch())
-    with fused_kernels(lambda flops: None):
+    with fused_kernels(lambda flops, kind=None: None):
         model(ids, labels, segments=SEGMENTS.to("meta")).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

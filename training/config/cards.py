@@ -54,6 +54,6 @@ CARDS = {
 H200 = {
     "name": "H200", "source": MEASURED, "vram_gib": 139, "host_gib": 125, "h2d_gb_s": 55.2, "d2h_gb_s": 55.0,
     "both_gb_s": 50.4, "bf16_tflops": 566, "fp32_tflops": 38, "update_gparams_s": 4.5, "device_gb_s": 4000,
-    "links_gb_s": 360,
+    "links_gb_s": 360, "attention_tflops": 478,
 }  # fmt: skip
 PRESETS: dict[str, dict[str, str | float]] = {"h200": H200} | {name: card.figures() for name, card in CARDS.items()}

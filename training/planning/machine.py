@@ -19,22 +19,16 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
-from models.llama import Block, rotary_tables
 from offload.knobs import GIB
 from offload.planning import (
     Bandwidth,
-    MemoryTracker,
     SimulatedStreams,
     StateFormat,
-    fused_kernels,
     measure_bandwidth,
     measure_update_rate,
     usable_cores,
-    without_compiler,
 )
 from training.config.cards import PRESETS
 from training.errors import UserError
@@ -46,6 +40,7 @@ from training.profiling.hardware import (
     seconds_of,
     vram_bytes,
 )
+from training.profiling.products import attention_flops_per_s, block_flops_per_s, block_work, grouped_flops_per_s
 from training.runs.bounded_files import DamagedError, read_json
 from training.runs.files import write_whole
 from training.runs.records import is_number
@@ -54,6 +49,8 @@ from training.weights.mapped import is_mapped, largest_file
 
 # The share of the peak of matrix products that blocks reach with all their operations: 566 of 989 TFLOP/s on an H200.
 ACHIEVED_SHARE = 0.57
+# Of the rate of other products, that of attention over long rows: 478 of 650 TFLOP/s on an H200, 16k tokens.
+ATTENTION_SHARE = 0.75
 # GB/s read and written by copies within a GPU, if nothing was measured.
 DEVICE_GB_S = 1000.0
 # Of that rate, what operations other than products and copies reach: six models on an H200 (docs/log.md).
@@ -83,7 +80,8 @@ class Machine:
     both run at once; `device_gb_s` counts reads and writes of a copy within the device. A device receives `links_gb_s`
     from others of its host (None: as over the bus with both ways busy). `update_gparams_s` is the speed of host_adamw
     beside copies, with float32 states, `disk_gb_s` that of files of weights. The TFLOP/s are those of blocks; those of
-    products of experts alone, in bf16, are `grouped_tflops` (None: as of other products).
+    products of experts alone, in bf16, are `grouped_tflops` (None: as of other products), those of causal attention
+    over long rows `attention_tflops` (None: `ATTENTION_SHARE` of other products).
     """
 
     name: str
@@ -99,6 +97,7 @@ class Machine:
     links_gb_s: float | None = None
     disk_gb_s: float | None = None
     grouped_tflops: float | None = None
+    attention_tflops: float | None = None
     source: str = "preset"
 
     @property
@@ -110,12 +109,15 @@ class Machine:
         return OPERATIONS_SHARE * self.device_gb_s
 
     @property
-    def rates(self) -> dict[str, float]:
+    def rates(self) -> dict[str, float | dict[str, float]]:
         """The rates of the device as the cost model names them."""
         links_gb_s = self.both_gb_s if self.links_gb_s is None else self.links_gb_s
-        known = self.grouped_tflops is not None
-        cost = self.flops_per_s(torch.bfloat16) / (self.grouped_tflops * 1e12) if known else 1.0
-        return {"memory_gb_s": self.memory_gb_s, "links_gb_s": links_gb_s, "grouped_cost": cost}
+        costs = {} if self.vram_gib is None else {"attention": 1 / ATTENTION_SHARE}
+        given = {"grouped": self.grouped_tflops, "attention": self.attention_tflops}
+        for kind, tflops in given.items():
+            if tflops is not None:
+                costs[kind] = self.flops_per_s(torch.bfloat16) / tflops / 1e12
+        return {"memory_gb_s": self.memory_gb_s, "links_gb_s": links_gb_s, "costs": costs}
 
     def speeds(self, dtype: torch.dtype) -> tuple[Bandwidth, float]:
         """Returns the speeds of a step in `dtype`: those of copies, and FLOP/s."""
@@ -128,10 +130,17 @@ class Machine:
     def flops_per_s(self, dtype: torch.dtype) -> float:
         """Returns the rate of products in `dtype`, in FLOP/s: the block that was measured did more than products."""
         rate = (self.bf16_tflops if dtype == torch.bfloat16 else self.fp32_tflops) * 1e12
-        flops, nbytes = block_work("cpu" if self.vram_gib is None else "cuda", dtype)
-        seconds = flops / rate
-        # Not all of it, where figures that were given contradict.
-        return flops / max(seconds - nbytes / self.memory_gb_s / 1e9, seconds / 2)
+        work = block_work("cpu" if self.vram_gib is None else "cuda", dtype)
+        seconds = work.flops / rate
+        products_s, others = seconds - work.memory_bytes / self.memory_gb_s / 1e9, work.flops - work.attention_flops
+        attention_s = 0.0 if self.attention_tflops is None else work.attention_flops / self.attention_tflops / 1e12
+        if products_s - attention_s < seconds / 2:
+            # Figures that were given contradict.
+            return 2 * rate
+        if attention_s:
+            return others / (products_s - attention_s)
+        share = 1.0 if self.vram_gib is None else ATTENTION_SHARE
+        return (others + work.attention_flops / share) / products_s
 
 
 def machine_of(components: Components) -> Machine:
@@ -180,7 +189,7 @@ def _given(config: DictConfig) -> dict[str, float]:
     if (bus := values.pop("bus_gb_s", None)) is not None:
         values |= {"h2d_gb_s": bus, "d2h_gb_s": bus, "both_gb_s": BOTH_SHARE * bus}
     if (tflops := values.pop("tflops", None)) is not None:
-        values |= {"bf16_tflops": tflops, "fp32_tflops": tflops, "grouped_tflops": None}
+        values |= {"bf16_tflops": tflops, "fp32_tflops": tflops, "grouped_tflops": None, "attention_tflops": None}
     return values
 
 
@@ -316,65 +325,13 @@ def probe(device: torch.device) -> dict[str, str | float]:
         # torch has none for older GPUs.
         with suppress(RuntimeError):
             values["grouped_tflops"] = grouped_flops_per_s(device) / 1e12
+        values["attention_tflops"] = attention_flops_per_s(device) / 1e12
     return {key: value if isinstance(value, str) else float(f"{value:.4g}") for key, value in values.items()}
 
 
 def device_name(device: torch.device) -> str:
     """Returns the name of the GPU, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(describe_device(device)["cpu_name"])
-
-
-def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Measures forward and backward of a Llama block, on a GPU that of a 7B model; returns FLOP/s."""
-    block, hidden = _block(device.type, device, dtype)
-    seconds = [seconds_of(partial(_step, block, hidden), device) for _ in range(8)]
-    # The first three load libraries and choose kernels.
-    return block_work(device.type, dtype)[0] / statistics.median(seconds[3:])
-
-
-def grouped_flops_per_s(device: torch.device) -> float:
-    """Measures forward and backward of the products of experts in bf16; returns FLOP/s.
-
-    On a GPU those of Qwen3-30B-A3B for 16,384 tokens, as transformers calls them (`experts_implementation=grouped_mm`).
-    Rows are spread over experts at random. Raises RuntimeError where torch has no such product, or memory lacks.
-    """
-    width, inner, experts, rows = (2048, 768, 128, 8 * 16384) if device.type == "cuda" else (64, 32, 8, 256)
-    chosen = torch.randint(experts, (rows,), generator=torch.Generator().manual_seed(0))
-    ends = chosen.bincount(minlength=experts).cumsum(0).to(device, torch.int32)
-    flops = seconds = 0.0
-    for inputs, outputs in ((width, 2 * inner), (inner, width)):
-        made = partial(torch.randn, device=device, dtype=torch.bfloat16)
-        factors = made(rows, inputs, requires_grad=True), made(experts, outputs, inputs, requires_grad=True)
-        call = partial(_grouped_step, *factors, ends, made(rows, outputs))
-        seconds += statistics.median([seconds_of(call, device) for _ in range(8)][3:])
-        flops += 6.0 * rows * inputs * outputs
-    return flops / seconds
-
-
-def _grouped_step(hidden: Tensor, weights: Tensor, ends: Tensor, grad: Tensor) -> None:
-    torch.autograd.grad(F.grouped_mm(hidden, weights.transpose(-2, -1), offs=ends), (hidden, weights), grad)
-
-
-@cache
-@without_compiler
-def block_work(kind: str, dtype: torch.dtype) -> tuple[float, int]:
-    """Returns the FLOPs of that block, and the bytes that its operations other than products read and write."""
-    tracker, (block, hidden) = MemoryTracker(), _block(kind, "meta", dtype)
-    with fused_kernels(tracker.add_flops), tracker.recording():
-        _step(block, hidden)
-    return tracker.flops, tracker.memory_bytes
-
-
-def _block(kind: str, where: torch.device | str, dtype: torch.dtype) -> tuple[Block, Tensor]:
-    width, inner, heads, tokens = (4096, 11008, 32, 2048) if kind == "cuda" else (512, 1376, 8, 256)
-    hidden = torch.randn(2, tokens, width, device=where, dtype=dtype, requires_grad=True)
-    with torch.device(where):
-        return Block(width, inner, heads, heads, 1e-5).to(dtype), hidden
-
-
-def _step(block: Block, hidden: Tensor) -> None:
-    cos, sin = rotary_tables(hidden.shape[1], block.self_attn.head_dim, 10000.0, hidden)
-    block(hidden, cos, sin).backward(torch.ones_like(hidden))
 
 
 def _device_gb_s(device: torch.device) -> float:

@@ -152,7 +152,7 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     footprint, rates, speeds = components.footprint, machine.rates, machine.speeds(components.dtype)
     step, timed, notes, kept_bytes = planned.run, planned.timed, list(planned.notes), 0
     if footprint.activation_budget_bytes is None:
-        share = hidden_share(step.phases, *speeds, rates["memory_gb_s"], rates["grouped_cost"])
+        share = hidden_share(step.phases, *speeds, rates["memory_gb_s"], rates["costs"])
         everything, step = step, step.swapping(share)
         kept_bytes = step.peak_bytes - everything.peak_bytes
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
@@ -163,7 +163,7 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     if has_gpu and footprint.units and waits:
         notes.append(WAITS_FOR_UPDATES)
     if step.total("grouped_flops"):
-        measured = f"{speeds[1] / rates['grouped_cost'] / 1e12:,.3g} TFLOP/s, as measured"
+        measured = f"{machine.grouped_tflops or 0:,.3g} TFLOP/s, as measured"
         notes.append(GROUPED.format("that of others" if machine.grouped_tflops is None else measured))
     notes += notes_of(components, reference_note(components, machine, has_gpu), step.square_bytes)
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))

@@ -100,12 +100,12 @@ def test_operations_other_than_products_take_the_time_of_memory():
 
 def test_products_of_experts_have_a_rate_of_their_own():
     phases = [replace(phase(100), grouped_flops=phase(40).flops), phase(200)]
-    found = forecast(phases, BUS, 1e12, UpdateTimes(), grouped_cost=1.5)
+    found = forecast(phases, BUS, 1e12, UpdateTimes(), costs={"grouped": 1.5})
     assert found.phases_ms == pytest.approx((120, 200))
     assert found.alone_ms["compute"] == pytest.approx(320)
     assert forecast(phases, BUS, 1e12, UpdateTimes()).step_ms == pytest.approx(300)
     out = replace(phase(80, out=8, acts=(0, 8)), grouped_flops=phase(40).flops)
-    assert hidden_share([out], BUS, 1e12, grouped_cost=1.5) == pytest.approx(100 / 200)
+    assert hidden_share([out], BUS, 1e12, costs={"grouped": 1.5}) == pytest.approx(100 / 200)
 
 
 def test_reads_from_files_bound_a_step_where_they_take_longer():

@@ -88,7 +88,7 @@ def test_gradients_that_stay_are_part_of_the_peak_once():
 
 def test_copies_are_reported_with_their_bytes():
     spent = []
-    tracker = MemoryTracker(lambda flops, copied, moved, grouped=False: spent.append((flops, copied, moved)))
+    tracker = MemoryTracker(lambda flops, copied, moved, kind=None: spent.append((flops, copied, moved)))
     with tracker.recording():
         meta(4, 4).copy_(meta(4, 4))
     tracker.add_flops(3.0)
@@ -97,7 +97,7 @@ def test_copies_are_reported_with_their_bytes():
 
 def test_operations_other_than_products_read_and_write_memory():
     spent = []
-    tracker = MemoryTracker(lambda flops, copied, moved, grouped=False: spent.append(moved))
+    tracker = MemoryTracker(lambda flops, copied, moved, kind=None: spent.append(moved))
     packed, scale = meta(100, 10, dtype=torch.int8), meta(100, 1)
     rows, table, tokens = meta(4, 10, dtype=torch.bfloat16), meta(1000, 10), meta(3, dtype=torch.int64)
     with tracker.recording():

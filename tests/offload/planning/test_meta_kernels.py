@@ -31,7 +31,7 @@ def saved_bytes(device: str, dtype: torch.dtype, *masks: torch.Tensor, **options
     query = torch.ones(2, 4, 32, 8, device=device, dtype=dtype, requires_grad=True)
     storages = {}
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: storages.setdefault(id(t), t), lambda t: t)
-    with fused_kernels(lambda flops: None, on_gpu=False), hooks:
+    with fused_kernels(lambda flops, kind=None: None, on_gpu=False), hooks:
         F.scaled_dot_product_attention(query, query, query, *(mask.to(device) for mask in masks), **options)
     return sum(tensor.nbytes for tensor in storages.values())
 
@@ -87,7 +87,7 @@ def test_products_of_experts_save_their_factors(dtype: torch.dtype):
         assert tracker.live_bytes - before == product.nbytes
         assert tracker.flops == 2 * 128 * 16 * 4
         product.sum().backward()
-    assert tracker.flops == tracker.grouped_flops == 6 * 128 * 16 * 4
+    assert tracker.flops == tracker.flops_of["grouped"] == 6 * 128 * 16 * 4
     assert (rows.grad.shape, weights.grad.shape) == ((128, 16), (3, 4, 16))
 
 
@@ -95,7 +95,7 @@ def test_real_tensors_are_not_affected():
     query = torch.randn(1, 2, 8, 4)
     expected, normed = F.scaled_dot_product_attention(query, query, query), F.rms_norm(query, (4,))
     functions = F.scaled_dot_product_attention, F.rms_norm, torch.addmm, F.grouped_mm
-    with fused_kernels(lambda count: pytest.fail("counted")):
+    with fused_kernels(lambda count, kind=None: pytest.fail("counted")):
         assert torch.equal(F.scaled_dot_product_attention(query, query, query), expected)
         assert torch.equal(F.rms_norm(query, (4,)), normed)
         # The kernel wants rows of 16 bytes.
@@ -103,7 +103,7 @@ def test_real_tensors_are_not_affected():
         grouped = F.grouped_mm(torch.ones(2, 4), weights, offs=torch.tensor([1, 2], dtype=torch.int32))
         assert grouped.tolist() == [[1] * 4] * 2
         assert torch.addmm(torch.ones(2), torch.eye(2), torch.eye(2)).tolist() == [[2, 1], [1, 2]]
-    with pytest.raises(ArithmeticError), fused_kernels(lambda count: None):
+    with pytest.raises(ArithmeticError), fused_kernels(lambda count, kind=None: None):
         raise ArithmeticError
     assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm, F.grouped_mm) == functions
 
@@ -111,7 +111,7 @@ def test_real_tensors_are_not_affected():
 def test_rms_norm_of_the_cpu_is_that_of_torch():
     names = {}
     for on_gpu in (True, False):
-        with fused_kernels(lambda count: None, on_gpu):
+        with fused_kernels(lambda count, kind=None: None, on_gpu):
             names[on_gpu] = F.rms_norm(meta(4, 128, requires_grad=True), (128,)).grad_fn.name()
     assert names == {
         True: "_RMSNormBackward",
@@ -144,5 +144,5 @@ def test_attention_takes_the_shapes_that_torchs_takes(case: str):
             return True
         return False
 
-    with fused_kernels(lambda flops: None):
+    with fused_kernels(lambda flops, kind=None: None):
         assert refused("meta") == refused("cpu")

@@ -45,8 +45,8 @@ def test_a_bus_that_works_both_ways_is_slower(timed: SimulatedStreams):
 
 
 def test_products_of_experts_take_their_own_time():
-    streams = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), flops_per_s=1e9, grouped_cost=1.5)
-    streams.spend(2 * MB, 0, grouped=True)
+    streams = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), flops_per_s=1e9, costs={"grouped": 1.5})
+    streams.spend(2 * MB, 0, kind="grouped")
     streams.spend(MB, 0)
     assert streams.work == [Work("compute", 0, 4)]
 

@@ -17,7 +17,6 @@ from training.planning.machine import (
     Machine,
     block_work,
     disk_gb_s,
-    grouped_flops_per_s,
     keep,
     kept,
     kept_path,
@@ -51,15 +50,9 @@ def test_hardware_measured_is_refused_if_nothing_was_measured():
 
 def block_rate(machine: Machine, kind: str, dtype: torch.dtype) -> float:
     """Returns the rate of the block that the probe measures, by the rates of its products and of its other parts."""
-    flops, nbytes = block_work(kind, dtype)
-    return flops / (flops / machine.flops_per_s(dtype) + nbytes / machine.rates["memory_gb_s"] / 1e9)
-
-
-def test_the_work_of_a_block_is_counted_without_values():
-    """Those of its 200 M weights take two seconds, and each start on a GPU makes a plan."""
-    before = torch.get_rng_state()
-    block_work.__wrapped__("cuda", torch.bfloat16)
-    assert torch.equal(torch.get_rng_state(), before)
+    work = block_work(kind, dtype)
+    flops = work.flops + (machine.rates["costs"].get("attention", 1) - 1) * work.attention_flops
+    return work.flops / (flops / machine.flops_per_s(dtype) + work.memory_bytes / machine.rates["memory_gb_s"] / 1e9)
 
 
 def test_products_keep_a_share_where_figures_contradict():
@@ -69,18 +62,22 @@ def test_products_keep_a_share_where_figures_contradict():
 
 def test_products_of_experts_cost_what_the_probe_measured():
     machine = preset("h200", {"grouped_tflops": 400.0})
-    assert machine.rates["grouped_cost"] == machine.flops_per_s(torch.bfloat16) / 400e12 > 1
-    assert preset("h200").rates["grouped_cost"] == 1
+    assert machine.rates["costs"]["grouped"] == machine.flops_per_s(torch.bfloat16) / 400e12 > 1
+    assert "grouped" not in preset("h200").rates["costs"]
+
+
+def test_attention_costs_what_the_probe_measured_or_a_share():
+    for given in (300.0, None):
+        machine = preset("h200", {"attention_tflops": given})
+        rate = (given or 0.75 * machine.flops_per_s(torch.bfloat16) / 1e12) * 1e12
+        assert machine.rates["costs"]["attention"] == pytest.approx(machine.flops_per_s(torch.bfloat16) / rate)
+    assert "attention" not in Machine("a CPU", 1, 1, 1, 1, 1, bf16_tflops=1, fp32_tflops=1).rates["costs"]
 
 
 def test_products_of_experts_have_no_rate_beside_one_that_is_given():
     keep(CPU, KEPT | {"grouped_tflops": 0.1, "bf16_tflops": 0.2})
     assert machine_of(components_of()).grouped_tflops == 0.1
     assert machine_of(components_of("hardware.tflops=1")).grouped_tflops is None
-
-
-def test_products_of_experts_are_measured():
-    assert 1e6 < grouped_flops_per_s(CPU) < 1e14
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
