@@ -10,7 +10,7 @@ from training.planning.dry_step import dry_step
 from training.runs.records import read_metrics
 from training.settle.components import reasons_of
 
-LONG = ("dataset=synthetic", "seq_len=65536", "batch_size=1", "recompute=block")
+LONG = ("dataset=synthetic", "seq_len=131072", "batch_size=1", "recompute=block")
 ADAMW = "optimizer=host_adamw"
 
 
@@ -18,17 +18,17 @@ ADAMW = "optimizer=host_adamw"
 def test_long_sequences_are_tiled(offload: str):
     components = components_of(*LONG, f"offload={offload}")
     assert components.config.recompute.tile == 16_384
-    assert reasons_of(components)["recompute.tile"] == "16,384, because a microbatch has 65,536 tokens"
+    assert reasons_of(components)["recompute.tile"] == "16,384, because a microbatch has 131,072 tokens"
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        ("seq_len=65535",),
+        ("seq_len=131071",),
         ("recompute=none",),
         ("offload=bounce_linear",),
         ("offload=shard_offload", "offload.checkpoint=false", "recompute=none"),
-        ("batch_size=2", "microbatches=2", "seq_len=32768"),
+        ("batch_size=2", "microbatches=2", "seq_len=65536"),
         ("recompute.tile=null",),
     ],
 )
