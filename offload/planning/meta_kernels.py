@@ -16,6 +16,8 @@ from torch import Tensor
 
 from offload.torch_private.tensor_parts import wraps
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 @contextmanager
 def fused_kernels(add_flops: Callable[..., None], on_gpu: bool = True) -> Iterator[None]:
@@ -42,7 +44,7 @@ def fused_kernels(add_flops: Callable[..., None], on_gpu: bool = True) -> Iterat
             # torch makes numbers to add of it, anew in each call.
             mask = query.new_empty(mask.shape)
         products = 4.0 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1.0)
-        return _Attention.apply(query, key, value, mask, products, add_flops)
+        return _Attention.apply(query, key, value, mask, products, add_flops, on_gpu)
 
     def meta_rms_norm(x, normalized_shape, weight=None, eps=None):
         if not x.is_meta or not on_gpu:
@@ -71,26 +73,42 @@ def fused_kernels(add_flops: Callable[..., None], on_gpu: bool = True) -> Iterat
 
 
 class _Attention(torch.autograd.Function):
-    """Saves its inputs, its result and the float32 log-sum-exp of each row of scores."""
+    """Saves its inputs, its result and the float32 log-sum-exp of each row of scores.
+
+    Backward of a GPU's kernels in half precision sums the gradient of the query in float32, and makes those of keys and
+    values that several heads share once for each of them (docs/training.md, "Long sequences").
+    """
 
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, products: float, add_flops: Callable
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        products: float,
+        add_flops: Callable,
+        on_gpu: bool,
     ):
         # With the strides of the query, so that heads join again without a copy.
         same = query.shape[-1] == value.shape[-1]
         result = torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, row_sums, mask)
-        ctx.products, ctx.add_flops = products, add_flops
+        ctx.products, ctx.add_flops, ctx.on_gpu = products, add_flops, on_gpu
         add_flops(products, kind="attention")
         return result
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        query, key, value, *_ = ctx.saved_tensors
+        # All stay until the end: of blocks that are computed again nobody else holds them.
+        query, key, value, *_, mask = ctx.saved_tensors
         ctx.add_flops(2 * ctx.products, kind="attention")
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
+        scratch = []
+        if ctx.on_gpu and mask is None and query.dtype in HALF:
+            scratch.append(query.new_empty(query.shape, dtype=torch.float32))
+            scratch += [torch.empty_like(query) for _ in range(2) if key.shape[:-2] != query.shape[:-2]]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):

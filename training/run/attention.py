@@ -9,8 +9,8 @@ from offload.planning import LONG
 from training.errors import UserError
 from training.settle.components import Components
 
-# What torch says where none of the kernels that it may take computes an attention.
-NO_KERNEL = "No available kernel"
+# What torch says where none of the kernels that it may take computes an attention, on a CPU and on a GPU.
+NO_KERNEL = ("No available kernel", "Invalid backend")
 
 
 @contextmanager
@@ -29,15 +29,15 @@ def without_scores(components: Components) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if NO_KERNEL not in str(error):
+        if not any(text in str(error) for text in NO_KERNEL):
             raise
         dtype = str(components.dtype).removeprefix("torch.")
         # CUDA's kernel for it wants as many heads of keys as of queries.
         change = "precision=bf16" if dtype == "float32" and components.device.type == "cuda" else "another model"
         raise UserError(
             f"seq_len={config.seq_len}: for attention of this model in {dtype} torch has the kernel alone that stores"
-            f" {config.seq_len} x {config.seq_len} scores for each head (its warnings above say why): take {change}, no"
-            f" dropout in attention, or a seq_len below {LONG}"
+            f" {config.seq_len} x {config.seq_len} scores for each head: take {change}, no dropout in attention, or a"
+            f" seq_len below {LONG}"
         ) from error
     finally:
         torch.backends.cuda.enable_math_sdp(before)

@@ -43,6 +43,23 @@ def test_attention_with_dropout_saves_its_scores_on_the_cpu(dtype: torch.dtype):
     assert saved_bytes("meta", dtype, **dropped) == saved_bytes("cpu", dtype, **dropped) > scores
 
 
+@pytest.mark.parametrize(("heads", "shared"), [(8, 0), (2, 2)])
+@pytest.mark.parametrize(("dtype", "on_gpu"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
+def test_backward_in_half_precision_on_a_gpu_takes_more_for_a_while(dtype, on_gpu: bool, heads: int, shared: int):
+    """In float32 a sum for the query; of shared keys and values gradients for each head that shares them."""
+    tracker = MemoryTracker()
+    query, key, value = (meta(1, n, 256, 64, dtype=dtype, requires_grad=True) for n in (8, heads, heads))
+    with fused_kernels(tracker.add_flops, on_gpu), tracker.recording():
+        result = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared > 0)
+        grad = torch.empty_like(result)
+        before = tracker.live_bytes
+        result.backward(grad)
+    gradients = query.nbytes + key.nbytes + value.nbytes
+    scratch = (4 * query.numel() + shared * query.nbytes) * (on_gpu and dtype == torch.bfloat16)
+    assert tracker.peak_bytes - before == gradients + scratch
+    assert tracker.live_bytes <= before + gradients
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_saves_a_mask_as_numbers(dtype: torch.dtype):
     mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()

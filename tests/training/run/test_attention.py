@@ -53,7 +53,7 @@ def test_a_run_that_would_store_scores_is_refused_in_a_line(tmp_path: Path, reco
         run_here(tmp_path, *JOB, *opt(0.1), f"recompute={recompute}")
     assert str(error.value) == (
         "seq_len=32: for attention of this model in float32 torch has the kernel alone that stores 32 x 32 scores for"
-        " each head (its warnings above say why): take another model, no dropout in attention, or a seq_len below 32"
+        " each head: take another model, no dropout in attention, or a seq_len below 32"
     )
     assert torch.backends.cuda.math_sdp_enabled()
 
