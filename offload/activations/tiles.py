@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from offload.torch_private.module_contexts import ReplacedForward
 from offload.torch_private.recomputed_blocks import RandomState
-from offload.torch_private.torch_internals import NO_CONTEXT
+from offload.torch_private.torch_internals import NO_CONTEXT, without_tensor_hooks
 
 # Parts of a tiled module: products, and functions of one element.
 _LINEAR = {"Linear", "Conv1D"}
@@ -44,8 +44,10 @@ def compute_in_tiles(blocks: Iterable[nn.Module], tokens: int) -> Callable[[], N
     dimension 0 of a matrix; `tokens` counts the rows of a batch too. The first time, a module of each class is tried on
     a few positions: RuntimeError in one line if others change its results.
 
-    Call this before an offload mode attaches, and `recompute` afterwards. The function that is returned restores every
-    `forward`. Raises ValueError if `tokens` is below 1, and if nothing inside the blocks can be tiled.
+    Hooks on a module in tiles run once a call, as before; hooks on modules inside it run for each tile, in forward and
+    again in backward. Call this before an offload mode attaches, and `recompute` afterwards. The function that is
+    returned restores every `forward`. Raises ValueError if `tokens` is below 1, and if nothing inside the blocks can be
+    tiled.
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens}: must be at least 1")
@@ -101,7 +103,7 @@ def _takes_one(module: nn.Module) -> bool:
 
 NOT_WHOLE = (
     "a tile has no gradient of a weight or of its input: recompute.tile needs modules that use all their weights, and a"
-    " mode whose units are whole blocks (layer_stream, shard_offload)"
+    " mode whose units are whole blocks (layer_stream, shard_offload), attached after compute_in_tiles"
 )
 
 
@@ -300,9 +302,11 @@ class _Backward:
         if len(parameters) != self._trained:
             raise RuntimeError(NOT_WHOLE)
         sums: list[Tensor | None] = [None] * len(parameters)
-        for start, length, times in self._tiles:
-            with _standing_for(times):
-                self._run_tile(forward, parameters, start, length, sums)
+        # Hooks on a parameter's gradient wait for the sum, which the caller's backward hands them.
+        with without_tensor_hooks(parameters):
+            for start, length, times in self._tiles:
+                with _standing_for(times):
+                    self._run_tile(forward, parameters, start, length, sums)
         self.of_parameters = [total.to(one.dtype) for total, one in zip(sums, parameters, strict=True)]
 
     def _run_tile(

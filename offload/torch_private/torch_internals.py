@@ -15,8 +15,8 @@ import ctypes
 import functools
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -282,6 +282,19 @@ def gradient_accumulator(parameter: Tensor) -> torch.autograd.graph.Node:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Tells whether hooks of `register_hook` or `register_post_accumulate_grad_hook` wait for the gradient."""
     return any(gradient_hooks(tensor))
+
+
+@contextmanager
+def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Surrounds a backward in which hooks of `register_hook` on `tensors` do not run."""
+    found = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in found:
+            hooks.update(kept)
 
 
 def refresh_flat_weights(module: nn.RNNBase) -> None:

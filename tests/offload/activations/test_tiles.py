@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ MODES = {
     "shard_offload": lambda: ShardOffload(shards=2),
     "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=4)),
 }
+IDS = torch.arange(12).view(1, 12)
 Result = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -112,8 +114,8 @@ def test_a_mode_looks_for_weights_in_no_state_of_a_generator(monkeypatch: pytest
     """It has 625 numbers, and each forward of a tiled module kept one."""
     looked, tensors_in = [], saved_weights.tensors_in
     monkeypatch.setattr(saved_weights, "tensors_in", lambda value: looked.append(value) or tensors_in(value))
-    model, ids = llama(), torch.arange(12).view(1, 12)
-    stepped(model, [lambda: model(ids, ids)], LayerStream(slots=4), tile=4)
+    model = llama()
+    stepped(model, [lambda: model(IDS, IDS)], LayerStream(slots=4), tile=4)
     assert any(isinstance(value, Tiles) for value in looked)
     assert not any(isinstance(value, RandomState) for value in looked)
 
@@ -254,6 +256,29 @@ def test_units_smaller_than_what_is_tiled_are_refused():
     model, (ids, labels) = llama(), packed_batch()
     with pytest.raises(RuntimeError, match="units are whole blocks"):
         stepped(model, [lambda: model(ids, labels)], BounceLinear(slots=1), tile=4)
+
+
+@pytest.mark.parametrize("mode", ["none", "layer_stream"])
+def test_a_hook_on_a_weight_has_the_gradient_of_the_whole_once(mode: str):
+    def result(mode: Mode, tile: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        seen, model = [], llama()
+        model.model.layers[0].mlp.up_proj.weight.register_hook(lambda one: seen.append(one.clone()) or 3 * one)
+        loss = partial(model, IDS, IDS)
+        return seen, stepped(model, [loss], mode, tile)[1]
+
+    (before,), expected = result(Resident(), None)
+    (given,), found = result(MODES[mode](), 3)
+    torch.testing.assert_close(given, before, rtol=1e-5, atol=1e-7)
+    assert_alike(found, expected)
+
+
+def test_tiles_inside_a_mode_are_refused():
+    model = llama()
+    with under(LayerStream(slots=4), model) as attached:
+        undo = compute_in_tiles(blocks_of(model), 4)
+        with pytest.raises(RuntimeError, match=r"attached after compute_in_tiles$"), attached.step():
+            model(IDS, IDS).backward()
+        undo()
 
 
 def test_undo_gives_back_the_forwards_it_found():

@@ -181,6 +181,18 @@ def test_hooks_on_a_gradient_are_found(register: str):
     assert not internals.has_gradient_hooks(parameter)
 
 
+def test_hooks_on_a_gradient_are_set_aside_and_can_be_removed_afterwards():
+    parameter, seen = nn.Parameter(torch.ones(1)), []
+    handle = parameter.register_hook(seen.append)
+    with internals.without_tensor_hooks([parameter, nn.Parameter(torch.ones(1))]):
+        torch.autograd.grad(2 * parameter, parameter)
+    assert not seen
+    torch.autograd.grad(2 * parameter, parameter)
+    assert len(seen) == 1
+    handle.remove()
+    assert not internals.has_gradient_hooks(parameter)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_computes_with_the_parameters_that_it_was_given(kind: type[nn.RNNBase]):
     torch.manual_seed(0)
