@@ -61,6 +61,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 1e6,
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False,
+            "max_position_embeddings": 40960,
         },
     ),
     # Qwen Team 2025, Qwen3-30B-A3B: of 128 experts a token uses eight.

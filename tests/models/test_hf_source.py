@@ -87,6 +87,11 @@ MILLIONS = {
 }  # fmt: skip
 
 
+def test_a_shape_has_as_many_positions_as_its_authors_trained():
+    for name in ("qwen3_8b", "qwen3_30b_a3b"):
+        assert find_source(name, "causal_lm").config(None).max_position_embeddings == 40960
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_parameters_of_their_models(name: str):
     with torch.device("meta"):
