@@ -32,6 +32,7 @@ from training.planning.plan import PlannedStep, plan_filled
 from training.planning.report import Limit, RunPlan
 from training.settle.components import Components, recomputes
 from training.settle.missing_abilities import without_abilities
+from training.settle.tiles import tokens_of_microbatch, usual_tile
 
 # Pieces of advice on gradients that are not finite.
 MOST = 3
@@ -245,6 +246,9 @@ def _changes(components: Components, plan: RunPlan, key: str, limit: int) -> Ite
     may_suffice = plan.totals[key] - plan.device_bytes["activations"] < limit
     if keeps and may_suffice:
         yield again
+    tile = None if keeps or config.recompute.tile is not None else usual_tile(mode, components.model)
+    if tile is not None and tokens_of_microbatch(config, components.task) > tile:
+        yield Change({"recompute.tile": str(tile)}, device)
     moves = isinstance(mode, ActivationMode)
     if not footprint.units:
         for name in ("layer_stream", "bounce_linear"):

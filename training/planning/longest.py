@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from training.config.declare import LONGEST
+from training.config.declare import AUTO, LONGEST
 from training.config.rates import Choice
 from training.errors import UserError
 from training.metrics.progress import phase
@@ -24,7 +24,8 @@ from training.planning.notes import FOREIGN
 from training.planning.plan import UNPLANNED, Steps, plan_filled
 from training.planning.report import RunPlan
 from training.runs.invocation import Invocation
-from training.settle.components import Components
+from training.settle.components import Components, recomputes
+from training.settle.tiles import usual_tile
 
 # Lengths are multiples of FINE, and from COARSE_FROM tokens on of COARSE.
 FINE, COARSE, COARSE_FROM = 256, 1024, 16384
@@ -36,13 +37,13 @@ MOST_PLANS, BY_LINES = 24, 8
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence in `tokens`, and `why` it is no longer.
+    """The longest sequence: what is `chosen` by key, and the `reasons` why it is no longer, and why it is in tiles.
 
     `invocation` is that of the same run with this length; `machine`, `model` and `steps` spare making them again.
     """
 
-    tokens: int
-    why: Choice
+    chosen: Mapping[str, int]
+    reasons: Mapping[str, Choice]
     invocation: Invocation
     machine: Machine
     model: nn.Module
@@ -52,9 +53,11 @@ class Longest:
     def of(cls, config: DictConfig, invocation: Invocation, device: torch.device, on_gpu: bool) -> Longest:
         """Finds it for the run that `config` describes, which stays as it is.
 
-        Raises UserError as a plan does, and where the run has no sequences, no limit is known, or bytes are not.
+        Its blocks compute in tiles unless `recompute.tile` says otherwise: then it is longer. Raises UserError as a
+        plan does, and where the run has no sequences, no limit is known, or bytes are not.
         """
         steps: Steps = {}
+        config = config.copy()
 
         def components(tokens: int, model: nn.Module | None = None) -> Components:
             some = config.copy()
@@ -69,6 +72,9 @@ class Longest:
             raise UserError(f"{asked}, which have no seq_len: leave it out")
         if first.mode.foreign:
             raise UserError(f"seq_len={LONGEST}: {FOREIGN}: give a number")
+        tile = None
+        if config.recompute.tile == AUTO and (recomputes(first.config) or first.mode.recomputes):
+            config.recompute.tile = tile = usual_tile(first.mode, first.model)
         with phase("measuring the machine"):
             machine = machine_of(first)
         plans: dict[int, RunPlan] = {}
@@ -88,9 +94,13 @@ class Longest:
             why = Choice.of(low or high, f"{high} does not fit ({short})", "longest")
         else:
             why = Choice.of(low, "the model has no more positions" if of_model else "no longer one is tried", "longest")
-        others = (each for each in invocation.overrides if not each.startswith("seq_len="))
-        invocation = replace(invocation, overrides=(*others, f"seq_len={low or high}"))
-        return cls(low or high, why, invocation, machine, first.model, steps)
+        chosen, reasons = {"seq_len": low or high}, {"seq_len": why}
+        if tile is not None:
+            chosen["recompute.tile"] = tile
+            reasons["recompute.tile"] = Choice.of(tile, "more tokens fit: give it to the run too", "longest")
+        others = (each for each in invocation.overrides if each.partition("=")[0] not in chosen)
+        invocation = replace(invocation, overrides=(*others, *(f"{key}={value}" for key, value in chosen.items())))
+        return cls(chosen, reasons, invocation, machine, first.model, steps)
 
 
 def bounds(excess: Callable[[int], Mapping[str, int]], most: int, divisor: int = 1) -> tuple[int, int | None]:

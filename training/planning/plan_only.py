@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from training.config.cards import PRESETS
 from training.config.declare import LONGEST
@@ -37,7 +37,9 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     on_gpu = is_preset or config.hardware.vram_gib is not None or device.type == "cuda"
     longest = Longest.of(config, invocation, device, on_gpu) if config.seq_len == LONGEST else None
     if longest is not None:
-        config.seq_len, invocation = longest.tokens, longest.invocation
+        invocation = longest.invocation
+        for key, value in longest.chosen.items():
+            OmegaConf.update(config, key, value)
     components = Components.of(config, invocation, device, on_gpu=on_gpu, model=getattr(longest, "model", None))
     # Refuses samples that cannot be made: for that no data are read, and nothing is downloaded.
     if tokenizer_is_here(config):
@@ -59,7 +61,7 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
             _, plan = plan_filled(components, machine, has_gpu, getattr(longest, "steps", None))
     plan = replace(plan, facts=facts_of(dataset), encoding=encoding)
     if longest is not None:
-        plan = replace(plan, chosen={"seq_len": longest.why, **plan.chosen})
+        plan = replace(plan, chosen={**longest.reasons, **plan.chosen})
     if not plan.has_gpu:
         plan = replace(plan, notes=(*plan.notes, NO_GPU))
     print_plan(plan.rows(), title=f"Plan: {invocation.title}")

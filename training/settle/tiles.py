@@ -28,17 +28,26 @@ def settle_tile(config: DictConfig, task: Task, mode: Mode, model: nn.Module, re
     `recomputes`: the blocks are computed again, by `recompute` or by the mode. Raises UserError for a number under
     which the mode or the model cannot compute in tiles.
     """
-    problem = _why_whole(mode, model)
     if config.recompute.tile != AUTO:
-        if config.recompute.tile is not None and problem is not None:
+        problem = None if config.recompute.tile is None else _why_whole(mode, model)
+        if problem is not None:
             raise UserError(f"recompute.tile={config.recompute.tile}: {problem}")
         return {}
-    config.recompute.tile = None
-    tokens = -(-task.units(config) // (config.microbatches * config.devices)) if task.unit == "tokens" else 0
-    if tokens < TILED_FROM or not recomputes or problem is not None:
+    tokens = tokens_of_microbatch(config, task)
+    config.recompute.tile = usual_tile(mode, model) if recomputes and tokens >= TILED_FROM else None
+    if config.recompute.tile is None:
         return {}
-    config.recompute.tile = TILE
     return {"recompute.tile": Choice.of(f"{TILE:,}", f"a microbatch has {tokens:,} tokens", f"{tokens:,} tokens")}
+
+
+def tokens_of_microbatch(config: DictConfig, task: Task) -> int:
+    """Returns the tokens of a device's largest microbatch; 0 for a task of pictures."""
+    return -(-task.units(config) // (config.microbatches * config.devices)) if task.unit == "tokens" else 0
+
+
+def usual_tile(mode: Mode, model: nn.Module) -> int | None:
+    """Returns the tokens of a tile where nobody gives another; None where nothing can be tiled."""
+    return TILE if _why_whole(mode, model) is None else None
 
 
 def _why_whole(mode: Mode, model: nn.Module) -> str | None:

@@ -110,7 +110,8 @@ def longest(*overrides: str) -> Longest:
     before = config.copy()
     found = Longest.of(config, invocation, torch.device("cpu"), on_gpu=True)
     assert config == before
-    assert found.invocation.overrides == (*invocation.overrides[:-1], f"seq_len={found.tokens}")
+    given = tuple(f"{key}={value}" for key, value in found.chosen.items())
+    assert found.invocation.overrides == (*invocation.overrides[:-1], *given)
     return found
 
 
@@ -129,18 +130,30 @@ def longest(*overrides: str) -> Longest:
 def test_it_fits_and_the_next_does_not(planned, offload: str, limit: str):
     keys = (*SMALL, f"offload={offload}", limit)
     found = longest(*keys)
-    step = 256 if found.tokens < COARSE_FROM else 1024
-    assert not planned(*keys, f"seq_len={found.tokens}").exceeded()
-    above = planned(*keys, f"seq_len={found.tokens + step}")
+    tokens = found.chosen["seq_len"]
+    step = 256 if tokens < COARSE_FROM else 1024
+    tile = [] if offload == "bounce_linear" else ["recompute.tile=16384"]
+    assert found.chosen.keys() == {"seq_len"} | ({"recompute.tile"} if tile else set())
+    assert not planned(*keys, *tile, f"seq_len={tokens}").exceeded()
+    above = planned(*keys, *tile, f"seq_len={tokens + step}")
     (key,) = above.exceeded()
     assert key == limit.partition("=")[0]
-    assert str(found.why).startswith(f"{found.tokens}, because {found.tokens + step} does not fit ({key}: ")
+    assert str(found.reasons["seq_len"]).startswith(f"{tokens}, because {tokens + step} does not fit ({key}: ")
+
+
+@pytest.mark.slow
+def test_in_tiles_a_longer_one_fits(planned):
+    keys = ("model=llama1b", "plan=true", "batch_size=1", "hardware=rtx4090", "offload=layer_stream", "recompute=block")
+    whole = longest(*keys, "dataset=synthetic", "recompute.tile=null").chosen["seq_len"]
+    found = longest(*keys, "dataset=synthetic")
+    assert found.chosen["recompute.tile"] == 16384
+    assert found.chosen["seq_len"] > 1.2 * whole
 
 
 def test_positions_bound_it(planned):
     found = longest(*SMALL[:2], *GPT2, "plan=true", "batch_size=1")
-    assert found.tokens == 1024
-    assert found.why == "1024, because the model has no more positions"
+    assert found.chosen == {"seq_len": 1024}
+    assert found.reasons["seq_len"] == "1024, because the model has no more positions"
 
 
 @pytest.mark.slow
@@ -148,8 +161,8 @@ def test_microbatches_are_those_of_the_length(planned):
     """Where sequences are short a microbatch has several: bytes do not grow until it has one."""
     keys = (*SMALL, f"hardware.vram_gib={256 * 2**20 / GIB}")
     keys = tuple("batch_size=64" if each.startswith("batch_size") else each for each in keys)
-    found = longest(*keys, "offload=none")
-    plan = planned(*keys, "offload=none", f"seq_len={found.tokens}")
+    found = longest(*keys, "offload=none", "recompute.tile=null")
+    plan = planned(*keys, "offload=none", "recompute.tile=null", f"seq_len={found.chosen['seq_len']}")
     assert plan.microbatches == 64
     assert not plan.exceeded()
 
