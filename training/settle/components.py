@@ -280,7 +280,7 @@ def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHA
             form = components.state_format if components.updates_overlap else None
             options = replace(components.options, sharers=sharers, state_format=form)
             found = components.mode.attach(components.model, streams, options)
-        undo.callback(found.detach)
+        undo.callback(lambda: found.detach())
         # Processes that share homes lock them together, and each counts its part.
         seconds, locked = perf_counter() - start, sharers.count * found.counters().host_pinned_bytes / GIB
         # Less takes less than a second.
