@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from models.packed_attention import HALF
+
 HOPPER = (9, 0)
 # What was compared with FlashAttention's results: heads of these sizes, and sequences of whole tiles. Below so many
 # tokens attention is a small part of a block.
@@ -39,7 +41,7 @@ def causal_kernel(query: Tensor, key: Tensor, value: Tensor) -> AbstractContextM
     length, head_dim = query.shape[-2:]
     suits = (
         query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype in HALF
         and value.shape[-1] == head_dim in HEADS
         and length == key.shape[-2] >= LEAST_TOKENS
         and length % TILE == 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class DividedSequence:
-    """How rows are divided over `count` ranks, of which this one has the run of positions number `rank`.
+    """Divides rows over `count` ranks, of which this one has the run of positions number `rank`.
 
     Until it is connected it is a plan's: tensors of the meta device need no exchange.
     """

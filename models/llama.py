@@ -349,7 +349,7 @@ class Llama(nn.Module):
 
     @property
     def divided(self) -> DividedSequence | None:
-        """How several ranks divide the rows of which this one gets its positions; None for whole rows."""
+        """The division of rows of which this rank gets its positions; None for whole rows."""
         return self.model.divided
 
     @divided.setter

@@ -191,7 +191,7 @@ def _standing_for(times: int) -> Iterator[None]:
 
 
 class Tiles:
-    """How a tensor is cut: along `dim`, into `count` tiles of `positions`, the last of which may be shorter."""
+    """Cuts a tensor along `dim`, into `count` tiles of `positions`, the last of which may be shorter."""
 
     def __init__(self, dim: int, positions: int, length: int, without_values: bool):
         self.dim, self.positions = dim, positions

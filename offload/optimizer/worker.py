@@ -141,8 +141,7 @@ class UpdateWorker:
     def _wait(self, index: int) -> None:
         ends = self._ends.get(index, ())
         blocks = not all(done.is_set() for done in ends)
-        waited_ms = device_wait_ms(self._streams, lambda: [done.wait() for done in ends])
-        self.wait_ms += waited_ms if blocks else 0.0
+        self.wait_ms += device_wait_ms(self._streams, lambda: [done.wait() for done in ends], blocks)
         # Not before: an interrupt of the wait would hide updates that are under way from later waits.
         self._ends.pop(index, None)
         self._raise_error()

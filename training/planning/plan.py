@@ -44,7 +44,6 @@ EAGER_EXPERTS = (
     "model.overrides.experts_implementation=eager computes those experts that tokens choose, which values tell:"
     " grouped_mm and batched_mm can be planned"
 )
-GROUPED = "the rate of the products of experts is {}"
 UNPLANNED = "activations are not in the plan"
 UNSEEN = "no dry run shows that all are final when they land, because this model needs values to run"
 
@@ -163,8 +162,9 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     if has_gpu and footprint.units and waits:
         notes.append(WAITS_FOR_UPDATES)
     if step.total("grouped_flops"):
-        measured = f"{machine.grouped_tflops or 0:,.3g} TFLOP/s, as measured"
-        notes.append(GROUPED.format("that of others" if machine.grouped_tflops is None else measured))
+        tflops = machine.grouped_tflops
+        rate = "that of others" if tflops is None else f"{tflops:,.3g} TFLOP/s, as measured"
+        notes.append(f"the rate of the products of experts is {rate}")
     notes += notes_of(components, reference_note(components, machine, has_gpu), step.square_bytes)
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))
 

@@ -1,6 +1,7 @@
 """Measures the rates of products on a device: of a block with all that it does, of experts, and of attention."""
 
 import statistics
+from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -22,12 +23,15 @@ class Work(NamedTuple):
     memory_bytes: int
 
 
+def _seconds(call: Callable[[], None], device: torch.device) -> float:
+    # The first three load libraries and choose kernels.
+    return statistics.median([seconds_of(call, device) for _ in range(8)][3:])
+
+
 def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Measures forward and backward of a Llama block, on a GPU that of a 7B model; returns FLOP/s."""
     block, hidden = _block(device.type, device, dtype)
-    seconds = [seconds_of(partial(_step, block, hidden), device) for _ in range(8)]
-    # The first three load libraries and choose kernels.
-    return block_work(device.type, dtype).flops / statistics.median(seconds[3:])
+    return block_work(device.type, dtype).flops / _seconds(partial(_step, block, hidden), device)
 
 
 def grouped_flops_per_s(device: torch.device) -> float:
@@ -44,7 +48,7 @@ def grouped_flops_per_s(device: torch.device) -> float:
         made = partial(torch.randn, device=device, dtype=torch.bfloat16)
         factors = made(rows, inputs, requires_grad=True), made(experts, outputs, inputs, requires_grad=True)
         call = partial(_grouped_step, *factors, ends, made(rows, outputs))
-        seconds += statistics.median([seconds_of(call, device) for _ in range(8)][3:])
+        seconds += _seconds(call, device)
         flops += 6.0 * rows * inputs * outputs
     return flops / seconds
 
@@ -63,8 +67,7 @@ def attention_flops_per_s(device: torch.device) -> float:
     made = partial(torch.randn, device=device, dtype=torch.bfloat16, requires_grad=True)
     query, key, value = (made(1, count, length, head_dim) for count in (heads, heads // 4, heads // 4))
     call = partial(_attention_step, query, key, value)
-    seconds = statistics.median([seconds_of(call, device) for _ in range(8)][3:])
-    return 6.0 * heads * head_dim * length**2 / seconds
+    return 6.0 * heads * head_dim * length**2 / _seconds(call, device)
 
 
 def _attention_step(query: Tensor, key: Tensor, value: Tensor) -> None:

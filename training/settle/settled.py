@@ -115,9 +115,14 @@ def settle_sizes(settled: Settled, model: nn.Module) -> Settled:
     if config.microbatches == AUTO:
         of_rank = -(-task.microbatches(config) // config.devices)
         config.microbatches = min(of_rank, config.batch_size // row_shares(config))
-        each = -(-task.units(config) // (config.microbatches * config.devices))
+        each = units_of_microbatch(config, task)
         reasons["microbatches"] = f"{config.microbatches}, of {each:,} {task.unit}"
     return settled.because(reasons)
+
+
+def units_of_microbatch(config: DictConfig, task: Task) -> int:
+    """Returns the units of `task`, tokens or images, in a device's largest microbatch."""
+    return -(-task.units(config) // (config.microbatches * config.devices))
 
 
 def _has_blocks(model: nn.Module) -> bool:

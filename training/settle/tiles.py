@@ -12,6 +12,7 @@ from offload import ActivationMode, BounceLinear, Mode, compute_in_tiles, find_b
 from training.config.declare import AUTO
 from training.config.rates import Choice
 from training.errors import UserError
+from training.settle.settled import units_of_microbatch
 from training.tasks.task import Task
 
 # Of tokens: a product over so many rows is as fast a token as over all, and its results in an MLP three to four times
@@ -42,7 +43,7 @@ def settle_tile(config: DictConfig, task: Task, mode: Mode, model: nn.Module, re
 
 def tokens_of_microbatch(config: DictConfig, task: Task) -> int:
     """Returns the tokens of a device's largest microbatch; 0 for a task of pictures."""
-    return -(-task.units(config) // (config.microbatches * config.devices)) if task.unit == "tokens" else 0
+    return units_of_microbatch(config, task) if task.unit == "tokens" else 0
 
 
 def usual_tile(mode: Mode, model: nn.Module) -> int | None:
@@ -68,9 +69,11 @@ def _why_whole(mode: Mode, model: nn.Module) -> str | None:
 @contextmanager
 def in_tiles(config: DictConfig, model: nn.Module) -> Iterator[None]:
     """Surrounds the time in which a mode is attached to `model`, whose blocks then compute in the tiles of `config`."""
-    tile = config.recompute.tile
-    blocks = [] if tile is None else [block for _, block in find_blocks(model, key="recompute.tile")]
-    undo = compute_in_tiles(blocks, tile) if blocks else lambda: None
+    if config.recompute.tile is None:
+        yield
+        return
+    blocks = (block for _, block in find_blocks(model, key="recompute.tile"))
+    undo = compute_in_tiles(blocks, config.recompute.tile)
     try:
         yield
     finally:
