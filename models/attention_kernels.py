@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from models.packed_attention import HALF
-
+HALF = (torch.bfloat16, torch.float16)
 HOPPER = (9, 0)
 # What was compared with FlashAttention's results: heads of these sizes, and sequences of whole tiles. Below so many
 # tokens attention is a small part of a block.

@@ -33,9 +33,9 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models.attention_kernels import causal_kernel
+from models.attention_kernels import HALF, causal_kernel
 from models.hf_source import same_again, sub_configs
-from models.packed_attention import HALF, LONG, attention_by_starts, has_kernel
+from models.packed_attention import LONG, attention_by_starts, has_kernel
 
 # Kinds of layers that see other positions by attention alone, under masks of transformers.
 BOUNDED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "sparse", "dense"}

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HALF = (torch.bfloat16, torch.float16)
+from models.attention_kernels import HALF, causal_kernel
+
 # Sizes of a head that FlashAttention's kernel has.
 LARGEST_HEAD = 256
 # Tokens of a row from which on a mask of all their pairs is worth doing without.
@@ -105,9 +106,13 @@ def attention_by_starts(
 ) -> Tensor:
     """Returns what `packed_attention` does, by FlashAttention's kernel. CUDA, bf16 or fp16.
 
+    Rows of one sample each are those of a model that packs nothing, and have its kernel, which may be faster.
     `window` is the number of tokens that each sees, itself included; None for all earlier ones of its sample.
     """
     rows, _, seq_len, _ = query.shape
+    if window is None and len(starts) == rows + 1:
+        with causal_kernel(query, key, value):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     seen = (-1 if window is None else window - 1, 0)
     # No sample is longer than a row.

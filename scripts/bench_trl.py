@@ -1,13 +1,15 @@
 """Whole training steps of chats: modes of this repository and TRL's SFTTrainer, on the same model, chats and card.
 
     python scripts/bench_trl.py --modes none layer_stream --chats 3000
+    python scripts/bench_trl.py --long --activation-offloading --set seq_len=65536 batch_size=1
     python scripts/bench_trl.py --device cpu --model tiny_qwen3 --set seq_len=256 --steps 4 --chats 40    # does it run?
 
 A mode is a run of `train.py`, whose summary has its step time and its tokens a second. TRL (1.16) gets the model as
 `offload=none` holds it, with the same adapters and quantised weights, and the same rows: packed by best fit, one row a
 microbatch with accumulation, positions that restart at each chat, gradient checkpointing, and the attention that
 `--attention` names (sdpa makes a mask of the row's length squared). Each row of the table is a process of its own.
-Chats are drawn at random: their lengths are those of talks, their letters mean nothing.
+Chats are drawn at random: their lengths are those of talks, their letters mean nothing. With `--long` each chat fills a
+row of `seq_len` tokens.
 """
 
 import argparse
@@ -37,8 +39,11 @@ TINY = {
 }
 
 
-def write_chats(file: Path, count: int) -> None:
-    """Writes `count` chats of one to four turns; an answer has 20 to 3,000 letters, half of them fewer than 300."""
+def write_chats(file: Path, count: int, least: int = 20) -> None:
+    """Writes `count` chats of one to four turns; a turn has 20 to 3,000 letters, half of the answers fewer than 300.
+
+    An answer has `least` letters or more.
+    """
     draw = random.Random(0)
     with file.open("w") as lines:
         for _ in range(count):
@@ -46,6 +51,7 @@ def write_chats(file: Path, count: int) -> None:
             for _ in range(draw.randint(1, 4)):
                 for role, median in (("user", 120), ("assistant", 300)):
                     letters = min(max(int(draw.lognormvariate(0, 0.9) * median), 20), 3000)
+                    letters = max(letters, least if role == "assistant" else 0)
                     text = "".join(draw.choice("etaoin shrdlu cmfwyp") for _ in range(letters))
                     messages.append({"role": role, "content": text})
             lines.write(json.dumps({"messages": messages}) + "\n")
@@ -55,6 +61,7 @@ def overrides_of(options: argparse.Namespace, chats: Path) -> list[str]:
     """Returns what all rows have in common."""
     model = TINY.get(options.model, [f"model={options.model}"])
     data = ["dataset=chat", f"dataset.files={chats}", "dataset.packed=true", "dataset.eval_share=0"]
+    data += ["dataset.too_long=truncate"] if options.long else []
     return [*model, *data, "adapter=lora", f"device={options.device}", *options.set]
 
 
@@ -71,10 +78,10 @@ def measure_mode(mode: str, options: argparse.Namespace, common: list[str], fold
     return {"step_ms": summary["perf/step_ms"], "tokens_per_s": tokens, "peak": summary.get("memory/vram_peak_gib")}
 
 
-def measure_trl(attention: str, options: argparse.Namespace, common: list[str], folder: Path) -> dict:
+def measure_trl(flags: list[str], options: argparse.Namespace, common: list[str], folder: Path) -> dict:
     """Runs TRL in a process of its own."""
-    given = [f"--row={attention}", f"--device={options.device}", f"--steps={options.steps}"]
-    command = [sys.executable, __file__, *given, f"--warmup={options.warmup}", "--set", *common]
+    given = [f"--device={options.device}", f"--steps={options.steps}"]
+    command = [sys.executable, __file__, *flags, *given, f"--warmup={options.warmup}", "--set", *common]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         return {"failed": result.stderr.strip().splitlines()[-1]}
@@ -142,6 +149,7 @@ def run_trl(options: argparse.Namespace) -> dict:
             max_steps=len(real),
             learning_rate=config.optimizer.lr,
             padding_free=True,
+            activation_offloading=options.activation_offloading,
             packing=False,
             max_length=None,
             bf16=device.type == "cuda",
@@ -172,6 +180,10 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3_8b", help="an option of conf/model")
     parser.add_argument("--modes", nargs="*", default=["none", "layer_stream"], metavar="MODE")
     parser.add_argument("--attention", nargs="*", default=["sdpa"], help="of TRL's rows")
+    parser.add_argument(
+        "--activation-offloading", action="store_true", help="a row of TRL with its own too; needs a GPU"
+    )
+    parser.add_argument("--long", action="store_true", help="each chat fills a row")
     parser.add_argument("--chats", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before")
@@ -186,13 +198,18 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         chats = Path(folder) / "chats.jsonl"
-        write_chats(chats, options.chats)
+        values = dict(pair.split("=", 1) for pair in options.set)
+        write_chats(chats, options.chats, *([2 * int(values["seq_len"])] if options.long else []))
         common = overrides_of(options, chats)
         print(" ".join(common[1:]), flush=True)
         print(f"{'':24}{'step ms':>11}{'tokens/s':>11}{'to first':>11}{'peak GiB':>11}", flush=True)
         first = None
         rows = [(mode, measure_mode, mode) for mode in options.modes]
-        rows += [(f"TRL, {attention}", measure_trl, attention) for attention in options.attention]
+        for attention in options.attention:
+            rows.append((f"TRL, {attention}", measure_trl, [f"--row={attention}"]))
+            if options.activation_offloading:
+                flags = [f"--row={attention}", "--activation-offloading"]
+                rows.append((f"TRL, {attention}, offloading", measure_trl, flags))
         for name, measure, given in rows:
             row = measure(given, options, common, Path(folder))
             if "failed" in row:

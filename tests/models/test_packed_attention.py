@@ -60,6 +60,15 @@ def test_a_plan_makes_no_mask_where_a_gpu_has_a_kernel():
     assert bounds_of(SEGMENTS.to("meta"), query.float()).shape == (2, 1, 8, 8)
 
 
+def test_rows_of_one_sample_each_are_those_of_a_model_that_packs_nothing():
+    inputs = heads()
+    starts = counted(torch.zeros_like(SEGMENTS)).starts
+    found = with_gradients(attention_by_starts(*inputs, starts, scale=0.5), inputs)
+    expected = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.5, enable_gqa=True)
+    for one, other in zip(found, with_gradients(expected, inputs), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_cpu_has_no_kernel():
     query, _, value = heads(torch.bfloat16)
     assert not has_kernel(query, value)

@@ -24,8 +24,16 @@ def test_attention_is_measured():
 
 
 @pytest.mark.gpu
-def test_attention_over_long_rows_takes_the_faster_kernel():
+def test_attention_over_long_rows_takes_the_faster_kernel(monkeypatch: pytest.MonkeyPatch):
+    """By its name: beside other programs on the card its rate is no longer its own."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("cuDNN's kernel is taken on Hopper alone")
-    # FlashAttention's reaches 270 on an H200.
-    assert attention_flops_per_s(torch.device("cuda")) > 350e12
+    names, grad = set(), torch.autograd.grad
+
+    def noting(result: torch.Tensor, *given: object) -> tuple[torch.Tensor, ...]:
+        names.add(type(result.grad_fn).__name__)
+        return grad(result, *given)
+
+    monkeypatch.setattr(torch.autograd, "grad", noting)
+    assert attention_flops_per_s(torch.device("cuda")) > 0
+    assert names == {"ScaledDotProductCudnnAttentionBackward0"}
