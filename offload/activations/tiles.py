@@ -139,7 +139,7 @@ class _Tiled(ReplacedForward):
             return
         self._tried.add(kind)
         positions = min(_TRIAL_POSITIONS, x.shape[tiles.dim] // 2)
-        start = x.detach().narrow(tiles.dim, 0, 2 * positions)
+        start = tiles.cut(x, 0, 2 * positions)
         with torch.no_grad(), _in_eval(self._module):
             whole = self._forward(start)
             parts = [self._forward(half.contiguous()) for half in start.split(positions, tiles.dim)]

@@ -22,7 +22,7 @@ from offload.planning.dry_run import dry_run
 from offload.torch_private.recomputed_blocks import RandomState
 from offload.weights.windows import saved_weights
 from tests.models.helpers.packed import SEGMENTS, VOCABULARY, packed_batch
-from tests.offload.helpers.architectures import ADAPTED, DECODERS, ENCODERS, Architecture
+from tests.offload.helpers.architectures import ADAPTED, DECODERS, ENCODERS, Architecture, of_transformers, tokens
 from tests.offload.helpers.diffusion_architectures import DIFFUSION
 from tests.offload.helpers.models import under
 
@@ -97,6 +97,16 @@ def test_losses_and_gradients_are_those_of_whole_modules(name: str):
             assert torch.equal(found, loss)
         torch.testing.assert_close(found, loss, rtol=1e-6, atol=1e-6)
         assert_alike(found_gradients, gradients)
+
+
+@pytest.mark.parametrize("length", [7, 80])
+def test_several_rows_of_any_length_in_a_model_that_views_what_it_takes(length: int):
+    sizes = {"n_positions": 80, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY}
+    case = of_transformers("GPT2LMHeadModel", lambda: dict.fromkeys(("input_ids", "labels"), tokens(length)), **sizes)
+    loss, gradients = of_case(case)
+    found, found_gradients = of_case(case, tile=6)
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    assert_alike(found_gradients, gradients)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "mixtral", "deepseek_v3", "dit", "lora"])
