@@ -56,9 +56,13 @@ def test_it_is_taken_where_it_suits_and_is_off_again_afterwards(hopper: None, le
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [1024, 1152, 4096, 16384])
 def test_results_and_gradients_are_those_of_exact_attention(hopper: None, length: int, head_dim: int):
-    """Of both kernels against float32, cuDNN's must not be further off than FlashAttention's, but by rounding."""
+    """Of both kernels against float32, cuDNN's must not be further off than FlashAttention's, but by rounding.
+
+    In the norm: of six draws on an H200 cuDNN's were off by 1.02 of FlashAttention's at most, where the largest single
+    difference varied by a half.
+    """
     query, key, value = inputs(length, head_dim, heads=4, device="cuda")
-    gradient = torch.randn_like(query)
+    gradient = inputs(length, head_dim, heads=4, device="cuda", seed=1)[0].detach()
     found = []
     for context in (causal_kernel(query, key, value), sdpa_kernel([SDPBackend.FLASH_ATTENTION])):
         with context:
@@ -70,6 +74,6 @@ def test_results_and_gradients_are_those_of_exact_attention(hopper: None, length
         exact = F.scaled_dot_product_attention(*repeated, is_causal=True)
     exact = [exact, *torch.autograd.grad(exact, wide, gradient.float())]
     for cudnn, flash, right in zip(*found, exact, strict=True):
-        off, usual = ((each.float() - right).abs().max() for each in (cudnn, flash))
+        off, usual = ((each.float() - right).norm() for each in (cudnn, flash))
         assert cudnn.isfinite().all()
-        assert off <= 1.5 * usual + 1e-3 * right.abs().max()
+        assert off <= 1.05 * usual
