@@ -56,10 +56,10 @@ class BaseReference:
         del values["revision"]
         return json.dumps(values, indent=2).encode()
 
-    def check(self, folder: Path, key: str) -> None:
-        """Raises UserError, whose message begins with `key`, unless BASE_FILE in `folder` names this base."""
+    def check(self, folder: Path, key: str, name: str = BASE_FILE) -> None:
+        """Raises UserError, whose message begins with `key`, unless the file `name` in `folder` names this base."""
         try:
-            saved = read_json(folder / BASE_FILE)
+            saved = read_json(folder / name)
         except DamagedError as error:
             raise UserError(f"{key}: {error}") from error
         if (saved.get("seed"), saved.get("sha256")) == (self.seed, self.sha256):

@@ -38,10 +38,19 @@ def refuse_statistics(model: nn.Module) -> None:
 
 
 class Copies:
-    """This rank's copy of the tensors of a run. The ranks of a host have the parameters `shared` only once."""
+    """This rank's copy of the tensors of a run, and of those of a frozen `reference` model.
 
-    def __init__(self, model: nn.Module, optimizer: HostAdamW, shared: Collection[nn.Parameter] = ()):
-        self._model, self._optimizer = model, optimizer
+    The ranks of a host have the parameters `shared` only once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: HostAdamW,
+        shared: Collection[nn.Parameter] = (),
+        reference: nn.Module | None = None,
+    ):
+        self._model, self._optimizer, self._reference = model, optimizer, reference
         self._shared = {name for name, tensor in self._named() if tensor in shared}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -61,8 +70,10 @@ class Copies:
         return self._all(shared=True)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._model.named_parameters()
-        yield from self._model.named_buffers()
+        for prefix, model in ("", self._model), ("reference", self._reference):
+            if model is not None:
+                yield from model.named_parameters(prefix)
+                yield from model.named_buffers(prefix)
 
     def _all(self, shared: bool) -> dict[str, Tensor]:
         found = {}
@@ -150,8 +161,10 @@ class Group(Ranks):
     def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
         self.messages.tell("build", config, invocation, speculation)
 
-    def equalise(self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection) -> None:
-        self._copies = Copies(model, optimizer, shared)
+    def equalise(
+        self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection, reference: nn.Module | None
+    ) -> None:
+        self._copies = Copies(model, optimizer, shared, reference)
         if self.rank == 0:
             self.messages.reports(patient=True)
             self.messages.tell("start", step)

@@ -88,9 +88,14 @@ class Ranks:
         """Makes the other ranks build the same model and optimizer, with `speculation`. `config` has no value auto."""
 
     def equalise(
-        self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
+        self,
+        model: nn.Module,
+        optimizer: HostAdamW,
+        step: int,
+        shared: Collection[nn.Parameter] = (),
+        reference: nn.Module | None = None,
     ) -> None:
-        """Gives all ranks the weights and the states that rank 0 has after `step`.
+        """Gives all ranks the weights, the states and the `reference` model that rank 0 has after `step`.
 
         The ranks of a host have the parameters `shared` only once.
         """

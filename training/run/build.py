@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
-from threading import Thread
 
 import torch
 from hydra.utils import instantiate
@@ -14,7 +12,6 @@ from torch import nn
 
 from offload import Attached, HostAdamW, OwnOptimizer, Speculation, Streams
 from offload.knobs import GIB, parse_bytes
-from offload.sharing import NO_SHARERS, Sharers
 from training.checkpoints.saving import Checkpoints
 from training.config.construct import keys_under
 from training.metrics.progress import phase, print_brief
@@ -26,10 +23,10 @@ from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import memory_explained
 from training.planning.memory import planned_speculation
 from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_gib
-from training.run.attention import without_scores
 from training.run.prepare import PreparedRun, prepare
+from training.run.reference_model import AttachedModels, attached_models
 from training.runs.invocation import Invocation
-from training.settle.components import Components, acquired, attached, trained_parameters
+from training.settle.components import Components, acquired, trained_parameters
 from training.weights.averages import Averages
 from training.weights.filling import fill_buffers, fill_parameters
 
@@ -39,7 +36,7 @@ class RankJob:
     """The objects that every rank of a run has, to compute its steps."""
 
     components: Components
-    attached: Attached
+    attached: AttachedModels
     streams: Streams
     optimizer: HostAdamW | OwnOptimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
@@ -94,12 +91,14 @@ def build(
             tracker.failing_with(),
             explained,
             keys_under("offload"),
-            attached_model(components, streams, sharers) as attached,
+            attached_models(components, streams, sharers) as attached,
         ):
             model = components.model
             fill_model(run, model)
+            if run.reference is not None:
+                run.reference.fill(components)
             with phase("allocating the optimizer's states, choosing its kernel"):
-                optimizer = build_optimizer(components, attached, speculation, ranks.cores)
+                optimizer = build_optimizer(components, attached.trained, speculation, ranks.cores)
             warn_of_rates(config)
             schedule = build_schedule(config, optimizer)
             averages = None if config.ema is None else Averages(model, config.ema)
@@ -108,7 +107,7 @@ def build(
                 with phase("restoring the checkpoint"):
                     checkpoint.restore(model, optimizer, schedule, components.device, averaged)
                 checkpoint.set_aside_later(run_dir)
-            ranks.equalise(model, optimizer, run.start.step, attached.shared_parameters)
+            ranks.equalise(model, optimizer, run.start.step, attached.shared_parameters, attached.reference_model)
             checkpoints = Checkpoints(config, run_dir, model, optimizer, streams, run.base, averaged)
             yield Job(
                 **vars(run),
@@ -121,20 +120,6 @@ def build(
                 checkpoints=checkpoints,
                 averages=averages,
             )
-
-
-@contextmanager
-def attached_model(components: Components, streams: Streams, sharers: Sharers = NO_SHARERS) -> Iterator[Attached]:
-    """Attaches the mode as `attached` does. Inside the block attention of long sequences stores no scores."""
-    compiler = Thread(target=import_module, args=("torch._dynamo",))
-    if components.device.type == "cuda" and (components.recomputed_blocks or components.mode.recomputes):
-        # Checkpoints of torch import its compiler. The seconds of that pass beside the allocation of memory.
-        compiler.start()
-    with without_scores(components), attached(components, streams, sharers) as found:
-        if compiler.ident is not None:
-            # Where two threads import at once, one may see the other's modules half made.
-            compiler.join()
-        yield found
 
 
 def fill_model(run: PreparedRun, model: nn.Module) -> None:
@@ -186,7 +171,7 @@ def place_states_in_spare_vram(job: RankJob) -> None:
     if job.optimizer.device_share != "auto" or asked is None or device.type != "cuda":
         return
     spare = min(parse_bytes("vram_budget", asked), vram_bytes(device)) - vram_peak_gib(device) * GIB
-    job.attached.place_states(components.room_for_states(spare))
+    job.attached.trained.place_states(components.room_for_states(spare))
 
 
 def build_tracker(components: Components, hardware: dict, resume_id: str | None = None) -> Tracker:

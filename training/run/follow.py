@@ -27,9 +27,10 @@ from training.parallel.group import Group
 from training.parallel.launch import HOST, START_S
 from training.parallel.messages import FirstHungError, FirstLostError, Messages, from_first
 from training.parallel.world import World, is_torchrun
-from training.run.build import RankJob, attached_model, build_optimizer, build_schedule, place_states_in_spare_vram
+from training.run.build import RankJob, build_optimizer, build_schedule, place_states_in_spare_vram
 from training.run.loop import run_share
 from training.run.meters import memory_of_rank
+from training.run.reference_model import attached_models
 from training.runs.failures import FAILED, explain
 from training.runs.invocation import Invocation
 from training.runs.signals import PARENT_VARIABLE, SIGNALS, end_with_parent
@@ -127,7 +128,7 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 ranks.messages.report(scores)
             case ("reference", parts):
                 components = job.components
-                with job.attached.inference():
+                with job.attached.trained.inference():
                     found = log_probs_of_parts(components.model, parts, ranks.device, lambda: False)
                 ranks.messages.report(found)
             case ("finish",):
@@ -158,16 +159,16 @@ def built(
     with (
         acquired(ranks.device) as streams,
         keys_under("offload"),
-        attached_model(components, streams, sharers) as attached,
+        attached_models(components, streams, sharers) as attached,
     ):
         fill_buffers(components.model)
-        optimizer = build_optimizer(components, attached, speculation, ranks.cores)
+        optimizer = build_optimizer(components, attached.trained, speculation, ranks.cores)
         schedule = build_schedule(config, optimizer)
         ranks.messages.report()
         word, step = ranks.messages.order()
         if word != "start":
             raise FirstLostError(f"expected start, got {word}")
-        ranks.equalise(components.model, optimizer, step, attached.shared_parameters)
+        ranks.equalise(components.model, optimizer, step, attached.shared_parameters, attached.reference_model)
         if step:
             set_step(schedule, step)
         yield RankJob(

@@ -106,7 +106,7 @@ class Loop:
         """Makes what is due before the first step and not recorded yet; returns False if a signal ended it."""
         job, start = self._job, self._job.start.step
         with self._recorder.outside_steps():
-            if not fill_reference(job.components, job.attached, job.dataset, job.ranks, self._is_stopped):
+            if not fill_reference(job.components, job.attached.trained, job.dataset, job.ranks, self._is_stopped):
                 return False
         if not self._lacks_observation(start):
             return True
@@ -152,7 +152,7 @@ class Loop:
             return
         with self._recorder.outside_steps():
             job.ranks.finish_updates(job.optimizer)
-            with self._averaged(), job.attached.inference():
+            with self._averaged(), job.attached.trained.inference():
                 sample = job.samples.sample(job.components.model, job.streams.device, self._is_stopped)
         if sample is not None:
             self._recorder.record_sample(step, sample)
@@ -252,11 +252,11 @@ def names_of(dataset: object, step: int, batch_size: int, examples: int) -> str:
 def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     """Does `run_step` for this rank's share of the batch. All ranks get the same result, and the same parameters."""
     components, ranks = job.components, job.ranks
-    config, model, task, attached = components.config, components.model, components.task, job.attached
+    config, model, task, attached = components.config, components.model, components.task, job.attached.trained
     # Before the step: inside it, the batch would queue behind the first weights on the bus.
     share = replace(share, parts=tuple(uploaded(part, components.device) for part in share.parts))
     if task.looks_ahead:
-        share = replace(share, parts=looked_ahead(task, attached, share.parts))
+        share = replace(share, parts=looked_ahead(task, job.attached.reference or attached, share.parts))
     # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
     # the step.
     norms = ranks.count == 1 or ranks.shares_homes
@@ -288,7 +288,10 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
 
 
 def looked_ahead(task: Task, attached: Attached, parts: Sequence[Batch]) -> tuple[Batch, ...]:
-    """Returns the microbatches with what `task.ahead` adds, computed without gradients."""
+    """Returns the microbatches with what `task.ahead` adds, computed without gradients by the model of `attached`.
+
+    `attached` is the reference if the run has one, else the trained model.
+    """
     with attached.inference(), evaluating(attached.model):
         return tuple(task.ahead(attached.model, part) for part in parts)
 

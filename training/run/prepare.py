@@ -27,6 +27,7 @@ from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.profiling.hardware import resolve_device
 from training.run.encoding import encode_missing
+from training.run.reference_model import ReferenceOrigin
 from training.runs.directory import refuse_records
 from training.runs.invocation import Invocation
 from training.settle.components import Components
@@ -51,6 +52,7 @@ class PreparedRun:
         adapter: what trains beside a frozen base, if an adapter does.
         weights: the files that fill the model, or the base of the adapter; None: the checkpoint or the seed does.
         base: the frozen base of the adapter, for checkpoints.
+        reference: what fills the second model of a task that has one.
         source_sha256: of the config.json from which the model is made, for checkpoints.
     """
 
@@ -64,6 +66,7 @@ class PreparedRun:
     adapter: RunAdapter | None
     weights: ModelWeights | None
     base: BaseReference | None
+    reference: ReferenceOrigin | None
     source_sha256: str | None
 
     @property
@@ -140,6 +143,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         adapter=adapter,
         weights=weights,
         base=base,
+        reference=ReferenceOrigin.of(components, checkpoint, weights, base),
         source_sha256=source_sha256,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +32,7 @@ from offload import (
 from offload.knobs import GIB
 from offload.planning import PlannedSharers, StateFormat, can_be_undone, without_compiler
 from offload.sharing import NO_SHARERS, Sharers
-from training.config.adapter import has_adapter
+from training.config.adapter import NoAdapter, has_adapter
 from training.config.construct import keys_under, make_mode
 from training.config.declare import AUTO
 from training.config.modes import weights_node
@@ -73,6 +74,7 @@ class Components:
         recomputed_blocks: the blocks whose activations backward computes again; empty if the mode itself does that.
         optimizer_class: the class of the optimizer, which is made after the mode has attached.
         gradients: whether gradients of what streams are kept in host memory.
+        reference: the second model of a task that has one, under a mode of its own: frozen, in eval(), without adapter.
     """
 
     settled: Settled
@@ -121,8 +123,8 @@ class Components:
         settled = settled.because(settle_tile(config, settled.task, mode, model, again))
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
-        found = cls(settled, dtype, model, mode, options, footprint, blocks, optimizer_class)
-        return found.with_gradients(gradients)
+        found = cls(settled, dtype, model, mode, options, footprint, blocks, optimizer_class).with_gradients(gradients)
+        return replace(found, reference=_reference(found)) if found.task.needs_copy else found
 
     def with_gradients(self, choice: GradientChoice) -> Components:
         """Returns the components of a run with this choice."""
@@ -313,6 +315,22 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
         # Last, because the layers of an adapter depend on what its targets are.
         add_adapter(model, config, dtype)
     return model
+
+
+def _reference(found: Components) -> Components:
+    """Returns the components of a second model without the adapter, of which nothing trains."""
+    config = copy.deepcopy(found.config)
+    config.adapter = OmegaConf.structured(NoAdapter)
+    _, knobs = weights_node(config)
+    if "resident" in knobs:
+        # Device memory saves more where it holds what trains.
+        knobs.resident = 0
+    model, mode = _model(config, found.dtype).requires_grad_(False).eval(), make_mode(config.offload)
+    options = options_of(config, mode, model)
+    footprint = footprint_of(config, mode, model, options)
+    objects = {"model": model, "mode": mode, "options": options, "footprint": footprint}
+    found = replace(found, **objects, recomputed_blocks=(), gradients=KEPT)
+    return found.with_config(config)
 
 
 def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tuple[nn.Module, ...]:

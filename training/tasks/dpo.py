@@ -25,7 +25,7 @@ from training.errors import UserError
 from training.tasks.causal_lm import CausalLM
 
 REFERENCE, INDEX = "reference", "index"
-AUTO, ADAPTER, CACHED = "auto", "adapter", "cached"
+AUTO, ADAPTER, CACHED, COPY = "auto", "adapter", "cached", "copy"
 LOSSES = ("sigmoid", "robust", "ipo")
 # Of transformers: their forwards read rates from the configuration, which is exported with the model.
 DROPS_BY_CONFIG = ("blt", "falcon", "fuyu", "persimmon")
@@ -46,7 +46,9 @@ class DPO(CausalLM):
             (Mitchell 2023); loss=robust needs one, below 0.5.
         reference: the log-probabilities under the model that training begins from. adapter: computed in each step with
             the adapter switched off, so those of the base, whatever adapter.weights are. cached: computed once, for all
-            pairs, before the first step. auto: adapter where an adapter begins from nothing, else cached.
+            pairs, before the first step. copy: computed in each step by a second, frozen model under a mode of its own,
+            which has model.weights, whatever adapter.weights are. auto: adapter where an adapter begins from nothing,
+            else cached.
 
     Raises KnobError if a value is out of range.
     """
@@ -64,18 +66,22 @@ class DPO(CausalLM):
             raise KnobError("label_smoothing", label_smoothing, "has no effect on loss=ipo: take 0")
         if loss == "robust" and not 0 < label_smoothing < 0.5:
             raise KnobError("label_smoothing", label_smoothing, "loss=robust needs one between 0 and 0.5")
-        self.reference = _one_of("reference", reference, AUTO, ADAPTER, CACHED)
+        self.reference = _one_of("reference", reference, AUTO, ADAPTER, CACHED, COPY)
         self.table: Tensor | None = None
         """float32 [samples, 2] on the CPU: those of a cached reference, once they are computed"""
 
     @property
     def looks_ahead(self) -> bool:
-        return self.reference == ADAPTER
+        return self.reference in (ADAPTER, COPY)
 
     @property
     def needs_table(self) -> bool:
         """True if `prepared` needs `table`, which the run fills before its first step."""
         return self.reference == CACHED
+
+    @property
+    def needs_copy(self) -> bool:
+        return self.reference == COPY
 
     def prepared(self, batch: Batch, seed: int) -> Batch:
         """Replaces `index` by the `reference`, if there is a table, which a run has from before its first step on."""
@@ -86,7 +92,7 @@ class DPO(CausalLM):
         return rest if self.table is None else rest | {REFERENCE: self.table[index]}
 
     def ahead(self, model: nn.Module, batch: Batch) -> Batch:
-        """Returns the batch with the `reference` that the model is without its adapter."""
+        """Returns the batch with the `reference` that the model is without its adapter; a copy has none."""
         with adapters_off(model):
             return batch | {REFERENCE: answer_log_probs(model, batch)}
 
@@ -101,7 +107,8 @@ class DPO(CausalLM):
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Returns `loss` and the rewards, as `loss_and_figures`. The model is in eval() and without gradients."""
-        loss, figures = self.loss_and_figures(model, self.ahead(model, batch) if self.looks_ahead else batch)
+        reference = model if self.reference_model is None else self.reference_model
+        loss, figures = self.loss_and_figures(model, self.ahead(reference, batch) if self.looks_ahead else batch)
         return {"loss": loss} | dict(zip(self.figures, figures, strict=True))
 
     def _losses(self, found: Tensor, labels: Tensor) -> Tensor:

@@ -43,6 +43,10 @@ class Task(ABC):
     """True if batches need what `ahead` adds"""
     needs_table: bool = False
     """True if `prepared` looks up what the model gives every sample before the first step"""
+    needs_copy: bool = False
+    """True if the model that `ahead` is given is a second one, frozen, in its `reference_model` too"""
+    reference_model: nn.Module | None = None
+    """that one, while it has memory"""
     files: Sequence[Path] = ()
     """those of the model that `fit` followed, such as a scheduler's"""
 

@@ -123,10 +123,10 @@ def test_a_request_to_stop_ends_it_early(tmp_path: Path, overrides) -> None:
     config, invocation = composed(*overrides, run_dir=tmp_path)
     with build(config, invocation) as job:
         looks = iter([False, False, True])
-        assert not fill_reference(job.components, job.attached, job.dataset, job.ranks, lambda: next(looks))
+        assert not fill_reference(job.components, job.attached.trained, job.dataset, job.ranks, lambda: next(looks))
         assert job.components.task.table is None
         assert not (tmp_path / REFERENCE_FILE).exists()
-        assert fill_reference(job.components, job.attached, job.dataset, job.ranks, lambda: False)
+        assert fill_reference(job.components, job.attached.trained, job.dataset, job.ranks, lambda: False)
         assert job.components.task.table.isfinite().all()
 
 
@@ -136,4 +136,4 @@ def test_log_probabilities_that_are_not_finite_are_refused(tmp_path: Path, overr
         with torch.no_grad():
             job.components.model.lm_head.weight.fill_(torch.nan)
         with pytest.raises(UserError, match="the model gives sample 0 a log-probability that is not finite"):
-            fill_reference(job.components, job.attached, job.dataset, job.ranks, lambda: False)
+            fill_reference(job.components, job.attached.trained, job.dataset, job.ranks, lambda: False)

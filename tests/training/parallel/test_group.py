@@ -148,15 +148,16 @@ def model() -> nn.Module:
 
 
 def test_copies_are_weights_buffers_and_states_of_each_rank_or_of_a_host():
-    trained = model()
+    trained, reference = model(), model().requires_grad_(False)
     optimizer = AdamW(trained.parameters())
     optimizer.allocate()
-    copies = Copies(trained, optimizer, {trained[0].weight})
+    copies = Copies(trained, optimizer, {trained[0].weight, reference[0].weight}, reference)
     own, shared = copies.tensors(), copies.shared_tensors()
-    assert shared.keys() == {"0.weight", "0.weight.exp_avg", "0.weight.exp_avg_sq"}
-    assert shared["0.weight"].data_ptr() == trained[0].weight.data_ptr()
+    assert shared.keys() == {"0.weight", "0.weight.exp_avg", "0.weight.exp_avg_sq", "reference.0.weight"}
+    assert shared["reference.0.weight"].data_ptr() == reference[0].weight.data_ptr()
     # Each rank counts its updates.
     assert {"0.bias", "0.bias.exp_avg", "0.weight.step", "positions"} <= own.keys()
+    assert {"reference.0.bias", "reference.1.weight", "reference.positions"} <= own.keys()
     assert not own.keys() & shared.keys()
 
 

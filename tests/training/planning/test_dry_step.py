@@ -243,3 +243,29 @@ def test_a_cached_reference_takes_a_forward_of_every_pair() -> None:
 def test_no_note_without_a_reference() -> None:
     components = components_of(*SMALL_MODEL)
     assert reference_note(components, machine_of(components), has_gpu=True) is None
+
+
+@pytest.mark.parametrize("offload", ["none", "layer_stream"])
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_copy_is_in_the_memory_of_the_plan(offload: str, adapter: str) -> None:
+    keys = (*PAIRS, f"offload={offload}", f"adapter={adapter}")
+    plain, second = (
+        plan_run(components, machine_of(components), has_gpu=True)
+        for components in (components_of(*keys, f"task.reference={name}") for name in ("cached", "copy"))
+    )
+    whole = components_of(*PAIRS, f"offload={offload}").footprint
+    device = whole.resident_bytes + whole.slot_bytes
+    assert second.device_bytes["reference"] == device > 0
+    assert second.totals["vram_budget"] == plain.totals["vram_budget"] + device
+    assert second.host_bytes.get("reference", 0) == whole.host_home_bytes
+    assert second.pinned_bytes == plain.pinned_bytes + whole.host_home_bytes
+    (note,) = (note for note in second.notes if note.startswith("task.reference=copy"))
+    assert "begins with a forward of all its pairs by the copy, about " in note
+    assert ms_of(note) < second.forecast.step_ms
+
+
+def test_no_unit_of_a_copy_stays_on_the_device() -> None:
+    keys = (*PAIRS, "offload=layer_stream", "offload.resident=1", "task.reference=copy")
+    components = components_of(*keys)
+    assert components.footprint.units == 1
+    assert components.reference.footprint.units == 2

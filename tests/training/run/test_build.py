@@ -1,9 +1,7 @@
 """Building a job: everything is made once, and given back wherever building or training fails."""
 
 import threading
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -22,7 +20,7 @@ from tests.training.helpers.in_process import TINY_RUN, components_of, composed,
 from training.checkpoints.resuming import Checkpoint
 from training.errors import UserError
 from training.run import build as build_module
-from training.run.build import attached_model, build, build_optimizer, place_states_in_spare_vram
+from training.run.build import build, build_optimizer, place_states_in_spare_vram
 from training.run.loop import train
 from training.runs.files import CONFIG_FILE, HARDWARE_FILE, PLAN_FILE
 from training.settle import components
@@ -99,8 +97,8 @@ def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.
 
     def built() -> None:
         with build(config, invocation) as job:
-            detach = job.attached.detach
-            monkeypatch.setattr(job.attached, "detach", lambda: (detach(), failing(ArithmeticError())()))
+            detach = job.attached.trained.detach
+            monkeypatch.setattr(job.attached.trained, "detach", lambda: (detach(), failing(ArithmeticError())()))
 
     with pytest.raises(ArithmeticError):
         built()
@@ -195,7 +193,7 @@ def test_states_go_where_the_first_step_left_room(monkeypatch: pytest.MonkeyPatc
             config=SimpleNamespace(vram_budget=budget),
             room_for_states=components.room_for_states,
         ),
-        attached=SimpleNamespace(place_states=seen.append),
+        attached=SimpleNamespace(trained=SimpleNamespace(place_states=seen.append)),
         optimizer=SimpleNamespace(device_share=share),
     )
     place_states_in_spare_vram(job)
@@ -221,18 +219,3 @@ def test_wandb_is_told_what_computes_experts(model: str, experts: str | None, mo
     config = build_module.build_tracker(components_of(f"model={model}", "hardware=h200"), {"gpu": "H200"})
     assert config.get("experts_implementation") == experts
     assert config["machine"] == {"gpu": "H200"}
-
-
-def test_the_compiler_is_imported_before_the_model_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    imported = []
-
-    def import_slowly(name: str) -> None:
-        time.sleep(0.1)
-        imported.append(name)
-
-    monkeypatch.setattr(build_module, "import_module", import_slowly)
-    monkeypatch.setattr(build_module, "attached", lambda *_: nullcontext())
-    monkeypatch.setattr(build_module, "without_scores", lambda _: nullcontext())
-    components = SimpleNamespace(device=torch.device("cuda"), recomputed_blocks=["a block"])
-    with attached_model(components, streams=None):
-        assert imported == ["torch._dynamo"]

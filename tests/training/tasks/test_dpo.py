@@ -175,6 +175,20 @@ def test_dropout_that_a_forward_reads_from_the_configuration_is_refused() -> Non
     DPO().fit(None, tiny("falcon", hidden_dropout=0.0, attention_dropout=0.0))
 
 
+def test_a_copy_is_the_reference_of_an_evaluation_and_of_what_is_computed_ahead() -> None:
+    model, copy = llama(), llama()
+    nn.init.normal_(next(copy.parameters()))
+    task, given = DPO(reference="copy"), batch(reference=False)
+    assert task.looks_ahead
+    assert task.needs_copy
+    assert not task.needs_table
+    task.reference_model = copy
+    with torch.no_grad():
+        expected = given | {"reference": answer_log_probs(copy, given)}
+        assert torch.equal(task.ahead(copy, given)["reference"], expected["reference"])
+        assert task.scores(model, given)["loss"].item() == task.loss(model, expected).item()
+
+
 def test_a_cached_reference_is_found_by_the_index_of_samples() -> None:
     task = DPO(reference="cached")
     given = batch(reference=False) | {"index": torch.tensor([4, 0, 2])}
@@ -197,8 +211,7 @@ def test_a_cached_reference_is_found_by_the_index_of_samples() -> None:
         ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1: has no effect on loss=ipo: take 0"),
         ({"loss": "robust"}, "label_smoothing=0.0: loss=robust needs one between 0 and 0.5"),
         ({"label_smoothing": 0.6}, "label_smoothing=0.6: must be at most 0.5"),
-        ({"reference": "policy"}, "reference=policy: must be auto, adapter or cached"),
-        ({"reference": "copy"}, "reference=copy: must be auto, adapter or cached"),
+        ({"reference": "policy"}, "reference=policy: must be auto, adapter, cached or copy"),
     ],
 )
 def test_keys_that_cannot_be_right_are_refused(keys: dict, message: str) -> None:

@@ -17,6 +17,8 @@ from training.runs.files import REFERENCE_FILE
 REFERENCES = {
     "cached": (),
     "adapter": ("adapter=lora", "adapter.dropout=0.1"),
+    "copy": ("task.reference=copy",),
+    "adapter and copy": ("adapter=lora", "adapter.dropout=0.1", "task.reference=copy"),
 }
 
 
@@ -36,7 +38,12 @@ def without(tmp_path_factory: pytest.TempPathFactory, overrides: tuple[str, ...]
 
 
 # Each reference once, and each way of moving weights; every other case takes as long as these.
-QUICK = {("layer_stream", "cached"), ("shard_offload", "adapter")}
+QUICK = {
+    ("layer_stream", "cached"),
+    ("shard_offload", "adapter"),
+    ("shard_offload", "copy"),
+    ("layer_stream", "adapter and copy"),
+}
 
 
 @pytest.mark.parametrize(
