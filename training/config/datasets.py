@@ -73,21 +73,15 @@ class TextFiles(Text):
 
 
 @dataclass
-class OfHub(Built):
-    """The keys of every dataset of the Hub."""
-
+class HubText(Text):
+    _target_: str = "training.data.datasets.HubText"
     name: str = MISSING
     config_name: str | None = MISSING
     split: str = MISSING
     revision: str | None = MISSING
+    text_column: str = MISSING
     shuffle_buffer: int = number(at_least=1)
     eval_split: str | None = MISSING
-
-
-@dataclass
-class HubText(Text, OfHub):
-    _target_: str = "training.data.datasets.HubText"
-    text_column: str = MISSING
 
 
 @dataclass
@@ -111,19 +105,6 @@ class ImageFolder(Built):
     folder: str = MISSING
     size: int = number(at_least=1)
     labels: bool = MISSING
-    crop: str = MISSING
-    flip: bool = MISSING
-    ground: str = MISSING
-    eval_share: float = number(at_least=0, at_most=0.5)
-
-
-@dataclass
-class ImageColumn(OfHub):
-    _target_: str = "training.data.image_column.ImageColumn"
-    image_column: str = MISSING
-    label_column: str | None = MISSING
-    num_classes: int | None = number(at_least=1)
-    size: int = number(at_least=1)
     crop: str = MISSING
     flip: bool = MISSING
     ground: str = MISSING
@@ -176,7 +157,6 @@ DATASETS = {
     "synthetic": SyntheticTokens,
     "glyphs": Glyphs,
     "images": ImageFolder,
-    "hub_images": ImageColumn,
     "captioned": CaptionedPictures,
     "synthetic_images": SyntheticImages,
 }

@@ -51,6 +51,7 @@ HERE = {
     "train_text_encoder": "nothing: only the network trains",
     "adapter.targets=all-linear": "adapter.targets=null",
     "adapter=qlora": "adapter=lora quantize=nf4",
+    "dataset=hub_images": "dataset=images dataset.folder=DIR; with captions dataset=captioned dataset.name=NAME",
     "quantize=4bit": "quantize=nf4, or int4",
     "quantize=8bit": "quantize=int8, or float8",
     **dict.fromkeys(

@@ -1,5 +1,4 @@
 """Datasets: batches that depend on the number of the step alone.
 
-For text read `datasets` first, then `packing`. For images read `examples`, then `glyphs`; `images` reads a folder,
-`image_column` streams a dataset of the Hub.
+For text read `datasets` first, then `packing`. For images read `examples`, then `glyphs`; `images` reads a folder.
 """

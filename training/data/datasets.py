@@ -16,6 +16,11 @@ All take `seed` and `batch_size`, those of text `seq_len`, and those with `reads
 Hub's client writes; None uses a temporary folder, which is removed.
 """
 
+import hashlib
+import itertools
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,15 +32,17 @@ from omegaconf import DictConfig
 from torch import nn
 
 from training.config.declare import AUTO
-from training.data.examples import RandomBatches
-from training.data.hub_rows import HubStream
-from training.data.local_files import find_files, is_text, read_files, read_stdlib
+from training.data.examples import RandomBatches, check_share
+from training.data.hub_rows import columns_of, open_rows
+from training.data.local_files import check_column, find_files, is_text, read_files, read_stdlib
 from training.data.packing import PackedTokens, blocks_of, concatenate, limit_tokens, random_words, tokenise
 from training.data.tokenizer import load_tokenizer
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.runs.files import DATASETS_FOLDER
 
 __all__ = ["HubText", "StdlibText", "SyntheticTokens", "TextFiles"]
+
+OTHERWISE = "or train on local files with dataset=text dataset.files=PATH"
 
 
 class StdlibText(PackedTokens):
@@ -103,31 +110,69 @@ class SyntheticTokens(RandomBatches):
         return torch.from_numpy(tokens.astype(np.int64).reshape(self._shape))
 
 
-class HubText(HubStream):
-    """Streams text, as `HubStream` does; conf/dataset/hub.yaml explains the keys."""
+class HubText:
+    """Streams text of the Hugging Face Hub, or of a local folder with the same layout, without storing it.
 
-    otherwise = "or train on local files with dataset=text dataset.files=PATH"
+    Each epoch shuffles the shards, and the rows through a buffer. Batches of increasing index are read one after
+    another. A jump forward reads and drops what is in between; a jump back starts again from the first row. So
+    resuming a long run reads its data once more. The batches are the same either way.
+
+    Held out is a split of its own (`eval_split`), or the documents whose hash is in the first `eval_share` of all
+    possible hashes. So no epoch has a held-out document, or another row with the same text, in whatever order it reads.
+    conf/dataset/hub.yaml explains the keys.
+
+    Raises UserError within seconds if there is no network or no such dataset, configuration, split or column; and while
+    it reads, if a row cannot be used, or the network fails for longer than the retries of `datasets` last.
+    """
+
+    num_blocks = None
+    reads_hub = True
 
     def __init__(
         self,
         name: str,
         *,
+        seed: int,
         seq_len: int,
+        batch_size: int,
+        config_name: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
         text_column: str = "text",
         tokenizer: str | None = None,
         begin: str | None = AUTO,
         end: str | None = AUTO,
         max_tokens: int | None = None,
-        **stream: Any,
+        shuffle_buffer: int = 1000,
+        eval_split: str | None = None,
+        eval_share: float = 0.0,
+        cache_dir: str | Path | None = None,
     ):
         self._tokenizer = load_tokenizer(tokenizer, begin, end)
         self.vocab_size = self._tokenizer.vocab_size
-        self._text_column, self._max_tokens, self._seq_len = text_column, max_tokens, seq_len
-        super().__init__(name, {"text_column": text_column}, **stream)
+        if not name:
+            raise UserError("dataset.name is empty: give dataset.name=OWNER/NAME, a dataset on huggingface.co")
+        check_share(eval_share)
+        if cache_dir is None:
+            cache_dir = tempfile.mkdtemp(prefix="datasets-")
+            weakref.finalize(self, shutil.rmtree, cache_dir, ignore_errors=True)
+        self._name, self._text_column, self._max_tokens = name, text_column, max_tokens
+        self._seq_len, self._batch_size = seq_len, batch_size
+        self._config_name = config_name
+        self._given = {"revision": revision, "folder": str(cache_dir), "otherwise": OTHERWISE}
+        self._eval_split, self._eval_share = eval_split, eval_share if eval_split is None else 0.0
+        self._stored = self._opened(split)
+        self._rows = self._stored.shuffle(seed=seed & 0xFFFF_FFFF_FFFF_FFFF, buffer_size=shuffle_buffer)
+        self._next_index, self._batches = 0, self._batches_in_order()
 
     def batch(self, index: int) -> torch.Tensor:
         """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU. Raises UserError without text."""
-        return blocks_of(self._part_of(index).astype(np.int64), range(self._batch_size), self._seq_len)
+        if index < self._next_index:
+            self._next_index, self._batches = 0, self._batches_in_order()
+        for _ in range(index - self._next_index):
+            next(self._batches)
+        self._next_index = index + 1
+        return blocks_of(next(self._batches).astype(np.int64), range(self._batch_size), self._seq_len)
 
     def eval_batches(self, count: int) -> list[torch.Tensor]:
         """Returns up to `count` batches of held-out text: int64 [rows, seq_len + 1] on the CPU. Raises as `batch`."""
@@ -140,14 +185,11 @@ class HubText(HubStream):
         batches = [range(start, min(start + self._batch_size, available)) for start in starts]
         return [blocks_of(tokens, batch, self._seq_len) for batch in batches]
 
-    def _of_epoch(self, number: int) -> Iterator[np.ndarray]:
-        return limit_tokens(tokenise(self._epoch(number), self._tokenizer), self._max_tokens)
-
-    def _parts_of_batches(self, stream: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    def _batches_in_order(self) -> Iterator[np.ndarray]:
         """Yields the tokens of each batch; the last token of a batch, a label, is the first of the next, an input."""
         size = self._batch_size * self._seq_len
         arrays, count = [], 0
-        for array in stream:
+        for array in self._tokens():
             arrays.append(array)
             count += len(array)
             if count > size:
@@ -157,15 +199,43 @@ class HubText(HubStream):
                     tokens = tokens[size:]
                 arrays, count = [tokens], len(tokens)
 
-    @property
-    def _nothing(self) -> str:
-        return f"dataset.text_column={self._text_column} contains no text; choose another column or dataset"
+    def _tokens(self) -> Iterator[np.ndarray]:
+        """Yields the tokens of one epoch after the other, without end."""
+        for epoch in itertools.count():
+            self._rows.set_epoch(epoch)
+            documents, is_empty = self._read(self._rows, held_out=False), True
+            for array in limit_tokens(tokenise(documents, self._tokenizer), self._max_tokens):
+                is_empty = False
+                yield array
+            if is_empty:
+                problem = "contains no text; choose another column or dataset"
+                raise UserError(f"dataset.name={self._name}: dataset.text_column={self._text_column} {problem}")
 
-    def _example(self, row: dict[str, Any]) -> tuple[bytes, tuple[str, bool]] | None:
-        text = row[self._text_column]
-        if not is_text(text, self._text_column, self._name):
-            return None
-        return text.encode("utf-8", errors="replace"), (text, True)
+    def _opened(self, split: str, key: str = "split") -> Any:
+        rows = open_rows(self._name, self._config_name, split, split_key=key, **self._given)
+        check_column(self._text_column, columns_of(rows), self._name)
+        return rows.select_columns([self._text_column])
+
+    def _held_out(self) -> Iterator[tuple[str, bool]]:
+        """Yields what is held out, as it is stored. Raises UserError for an unknown `eval_split`."""
+        if self._eval_split is not None:
+            return self._read(self._opened(self._eval_split, "eval_split"), held_out=False)
+        return self._read(self._stored, held_out=True) if self._eval_share else iter(())
+
+    def _read(self, rows: Any, held_out: bool) -> Iterator[tuple[str, bool]]:
+        after = f"); check the network and start again, {OTHERWISE}"
+        # Network, Arrow and JSON libraries raise errors without a common base class.
+        with as_user_error(f"dataset.name={self._name}: reading failed (", Exception, after=after):
+            for row in rows:
+                text = row[self._text_column]
+                if is_text(text, self._text_column, self._name) and self._is_held_out(text) == held_out:
+                    yield text, True
+
+    def _is_held_out(self, text: str) -> bool:
+        if not self._eval_share:
+            return False
+        digest = hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).digest()
+        return int.from_bytes(digest) < self._eval_share * 2**64
 
 
 def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):

@@ -51,21 +51,15 @@ def decoded_with_alpha(source: BinaryIO | bytes | Path, name: str, ground: str =
     Raises UserError with `name` for a file that is damaged, no picture, larger than MAX_PIXELS or MAX_FILE_BYTES, or a
     grey picture of more than 8 bits.
     """
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
-    with opened_picture(source, name) as image:
-        return laid(ImageOps.exif_transpose(image), ground)
-
-
-def laid(image, ground: str):
-    """Returns a Pillow image in mode RGB, laid on `ground` where it is transparent, and its alpha or None."""
-    from PIL import Image
-
-    if not image.has_transparency_data:
-        return image.convert("RGB"), None
-    layer = image.convert("RGBA")
-    below = Image.alpha_composite(Image.new("RGBA", layer.size, ground), layer)
-    return below.convert("RGB"), layer.getchannel("A")
+    with opened_picture(source, name) as opened_image:
+        image = ImageOps.exif_transpose(opened_image)
+        if not image.has_transparency_data:
+            return image.convert("RGB"), None
+        layer = image.convert("RGBA")
+        below = Image.alpha_composite(Image.new("RGBA", layer.size, ground), layer)
+        return below.convert("RGB"), layer.getchannel("A")
 
 
 def upright_size(source: BinaryIO | bytes | Path, name: str) -> tuple[int, int]:

@@ -85,7 +85,7 @@ class Classification(Task):
         """
         num_classes = getattr(dataset, "num_classes", None)
         if num_classes is None:
-            raise UserError("task=classification: the dataset has no labels: take dataset=glyphs, images or hub_images")
+            raise UserError("task=classification: the dataset has no labels: take dataset=glyphs or images")
         known = self._classes_of(model, config)
         if known is not None and num_classes > known:
             raise UserError(

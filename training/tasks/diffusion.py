@@ -134,7 +134,7 @@ class Diffusion(Task):
         condition = _condition_of(batch)
         if LABELS in condition and self.drop_condition and self.null_class is None:
             advice = "the dataset has labels: give the number of classes, take drop_condition=0, or a dataset without"
-            raise KnobError("null_class", None, f"{advice} (dataset.labels=false, dataset.label_column=null)")
+            raise KnobError("null_class", None, f"{advice} (dataset.labels=false)")
         # `empty_like` would take over the layout of the images in memory, which may be any.
         noise = torch.empty(images.shape, device=images.device)
         uniform, drawn = torch.empty(len(images)), []
@@ -208,7 +208,7 @@ class Diffusion(Task):
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         """Raises UserError if the dataset has no images, or not the conditions that the model takes."""
         if not hasattr(type(dataset), "meta_batch"):
-            raise UserError(f"task={self.name}: the dataset has no images: take dataset=glyphs, images or hub_images")
+            raise UserError(f"task={self.name}: the dataset has no images: take dataset=glyphs or images")
         shapes = getattr(model, "condition_shapes", None)
         if (num_classes := getattr(dataset, "num_classes", None)) is not None:
             self._check_classes(num_classes, model, shapes)
@@ -231,7 +231,7 @@ class Diffusion(Task):
         if shapes is not None and LABELS not in shapes:
             raise UserError(
                 f"task={self.name}: the dataset has labels, and the model takes none: take a dataset without"
-                " (dataset.labels=false, dataset.label_column=null), or a model with embeddings of classes"
+                " (dataset.labels=false), or a model with embeddings of classes"
             )
         if self.drop_condition and self.null_class is None:
             raise UserError(

@@ -36,7 +36,6 @@ REQUIRED = {
     "chat": ["dataset.files=a.jsonl"],
     "preferences": ["dataset.files=a.jsonl"],
     "images": ["dataset.folder=pictures"],
-    "hub_images": ["dataset.name=some/pictures"],
     "hf": ["model.source=gpt2"],
     "diffusers": ["model.source=UNet2DModel"],
     "pipeline": ["model.source=pipeline"],

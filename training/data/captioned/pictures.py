@@ -157,7 +157,7 @@ def cropped(
     """
     masks, moving = [], len(picture.size) == 3
     if moving:
-        layers = videos.frames_of(picture.path, picture.size[0], fps, ground)
+        layers = videos.frames_of(picture.path, picture.size[0], fps)
     else:
         image, alpha = decoded_with_alpha(_file(picture.path), str(picture.path), ground)
         layers, masks = [image], [alpha] if alpha_mask and alpha is not None else []

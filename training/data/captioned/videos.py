@@ -1,4 +1,4 @@
-"""Reads the first frames of videos, by PyAV, and of moving pictures, by Pillow: all, or those of another rate."""
+"""Reads the first frames of videos, by PyAV: all, or those of another rate."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from training.data.pictures import laid, opened_picture
+from training.data.pictures import opened_picture
 from training.errors import UserError, as_user_error
 from training.runs.bounded_files import opened
 
 ENDINGS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
-GIF = ".gif"
-# Of a picture in a .gif that does not say it, in milliseconds.
-GIF_MS = 100
+# Files of other formats have further pictures that are no frames: pages, gain maps of telephones.
+MOVING = (".gif", ".webp", ".png")
 
 
 def is_video(path: Path) -> bool:
@@ -22,11 +21,9 @@ def is_video(path: Path) -> bool:
     if (ending := path.suffix.lower()) in ENDINGS:
         return True
     with opened_picture(path, str(path)) as image:
-        # Other formats have further pictures that are no frames: pages, gain maps of telephones.
-        moves = ending in (GIF, ".webp", ".png") and getattr(image, "n_frames", 1) > 1
-    if moves and ending != GIF:
-        raise UserError(f"dataset: {path} is a moving picture, of which .gif alone is read: save it as .gif or .mp4")
-    return moves
+        if ending in MOVING and getattr(image, "n_frames", 1) > 1:
+            raise UserError(f"dataset: {path} is a moving picture, of which the frames are not read: save it as .mp4")
+    return False
 
 
 def size_and_count(path: Path, fps: float | None) -> tuple[tuple[int, int], int]:
@@ -41,15 +38,14 @@ def size_and_count(path: Path, fps: float | None) -> tuple[tuple[int, int], int]
     raise UserError(f"dataset: cannot use the video {path}: it has no frames; repair or remove it")
 
 
-def frames_of(path: Path, count: int, fps: float | None, ground: str = "white") -> Iterator[Any]:
+def frames_of(path: Path, count: int, fps: float | None) -> Iterator[Any]:
     """Yields `count` frames from the beginning, as upright Pillow images in mode RGB.
 
-    With `fps` the frames nearest to the times 0, 1 / fps, 2 / fps, ... in seconds; with None each frame. Transparent
-    frames are laid on the colour `ground`. Raises UserError for a file that cannot be used or has fewer frames, and
-    without PyAV.
+    With `fps` the frames nearest to the times 0, 1 / fps, 2 / fps, ... in seconds; with None each frame. Raises
+    UserError for a file that cannot be used or has fewer frames, and without PyAV.
     """
     wanted = range(count) if fps is None else _nearest(_times(path), count, fps)
-    upright = iter(enumerate(_gif_frames(path, ground) if path.suffix.lower() == GIF else _video_frames(path)))
+    upright = enumerate(_upright_frames(path))
     number, frame = -1, None
     for place in wanted:
         while number < place:
@@ -67,26 +63,12 @@ def _nearest(times: Sequence[float], count: int, fps: float) -> list[int]:
 
 def _times(path: Path) -> list[float]:
     """Returns when each frame is shown, in seconds."""
-    if path.suffix.lower() == GIF:
-        times = [0.0]
-        with opened_picture(path, str(path)) as image:
-            for number in range(image.n_frames - 1):
-                image.seek(number)
-                times.append(times[-1] + (image.info.get("duration") or GIF_MS) / 1000)
-        return times
     with _opened(path) as (container, stream):
         packets = [packet for packet in container.demux(stream) if packet.pts is not None and not packet.is_discard]
         return sorted(float(packet.pts * packet.time_base) for packet in packets)
 
 
-def _gif_frames(path: Path, ground: str) -> Iterator[Any]:
-    with opened_picture(path, str(path)) as image:
-        for number in range(image.n_frames):
-            image.seek(number)
-            yield laid(image, ground)[0]
-
-
-def _video_frames(path: Path) -> Iterator[Any]:
+def _upright_frames(path: Path) -> Iterator[Any]:
     with _opened(path) as (container, stream):
         for frame in container.decode(stream):
             # A telephone turns no pixels, and says how they lie.
