@@ -1,5 +1,6 @@
 """Hydra reads and merges the same options of conf/ once: that takes most of a composition, and tests make thousands."""
 
+import copy
 import io
 import pickle
 from dataclasses import replace
@@ -11,12 +12,14 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
 from tests import ROOT
 
+_parse = OverridesParser.parse_rule
 _load = ConfigRepository.load_config
 _list = config_loader_impl.create_defaults_list
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
@@ -48,19 +51,31 @@ class Snapshot:
         return len(self._classes) - 1
 
 
+_parsed: dict[str, Override] = {}
 _loaded: dict[str, Snapshot] = {}
 _lists: dict[str, DefaultsList] = {}
 _merged: dict[tuple, Snapshot] = {}
 
 
 def remember_options() -> None:
-    """Lets Hydra load each option, and merge those that a command line chooses, once. It sets values of keys each time.
+    """Lets Hydra parse each override, load each option, and merge those that a command line chooses, once.
+
+    It sets values of keys each time.
 
     What is refused is not remembered, and neither is what another folder has a part in.
     """
+    OverridesParser.parse_rule = _remembered_parse
     ConfigRepository.load_config = _remembered_load
     config_loader_impl.create_defaults_list = _remembered_list
     ConfigLoaderImpl._compose_config_from_defaults_list = _remembered_merge
+
+
+def _remembered_parse(self: OverridesParser, text: str, rule_name: str) -> Any:
+    if rule_name != "override":
+        return _parse(self, text, rule_name)
+    if text not in _parsed:
+        _parsed[text] = _parse(self, text, rule_name)
+    return copy.deepcopy(_parsed[text])
 
 
 def _remembered_load(self: ConfigRepository, config_path: str) -> ConfigResult | None:

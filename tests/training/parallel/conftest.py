@@ -1,6 +1,7 @@
 """Runs on several devices within the process of a test, which is rank 0: only the other ranks are started."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from tests.processes import run_processes
 from tests.training.helpers.in_process import TINY_RUN, composed, signals_as_before
+from tests.training.helpers.ranks import forked_ranks
 from training.config.validation import check
 from training.parallel.launch import connected
 from training.parallel.ranks import Ranks
@@ -25,12 +27,16 @@ def run_ranks(
     *overrides: str,
     watch: Callable[[Ranks], None] = lambda ranks: None,
     run: Sequence[str] = RUN,
+    new_processes: bool = False,
 ) -> dict:
-    """Runs `python train.py RUN OVERRIDES` with its files in `folder`; calls `watch` once the ranks are connected."""
+    """Runs `python train.py RUN OVERRIDES` with its files in `folder`; calls `watch` once the ranks are connected.
+
+    With `new_processes` ranks are started as a run starts them, and what they print is that of the test.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config, invocation = composed(*run, *overrides, run_dir=folder)
     check(config)
-    with signals_as_before(), connected(config, None) as ranks:
+    with signals_as_before(), nullcontext() if new_processes else forked_ranks(), connected(config, None) as ranks:
         watch(ranks)
         with build(config, invocation, ranks=ranks) as job:
             return train(job)

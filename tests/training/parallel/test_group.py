@@ -11,6 +11,7 @@ from torch import nn
 
 from offload.planning import usable_cores
 from tests.training.helpers.in_process import composed, run_here, signals_as_before
+from tests.training.helpers.ranks import forked_ranks
 from tests.training.helpers.results import content
 from tests.training.parallel.conftest import RUN, run_ranks
 from training.errors import UserError
@@ -40,7 +41,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_threads_of_a_rank_are_not_written_into_the_configuration(tmp_path: Path):
     """A run that repeats this one on one device would keep them."""
     config, _ = composed(*RUN, "devices=2", "optimizer=host_adamw", run_dir=tmp_path)
-    with signals_as_before(), connected(config, None) as ranks:
+    with signals_as_before(), forked_ranks(), connected(config, None) as ranks:
         assert ranks.cores == max(usable_cores() // 2, 1)
     assert config.optimizer.threads is None
 
@@ -49,7 +50,8 @@ def test_the_threads_of_a_rank_are_not_written_into_the_configuration(tmp_path: 
 def two(one: Path) -> tuple[Path, dict]:
     """The same run from its third step to its fourth, on two devices; and its summary."""
     folder = one.with_name("two")
-    summary = run_ranks(folder, "devices=2", "microbatches=1", f"resume={at(one, 2)}", "steps=4")
+    keys = ("devices=2", "microbatches=1", f"resume={at(one, 2)}", "steps=4")
+    summary = run_ranks(folder, *keys, new_processes=True)
     return folder, summary
 
 

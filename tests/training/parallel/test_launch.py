@@ -115,7 +115,7 @@ def test_the_others_are_ended_before_a_run_that_has_lost_one_is_saved(tmp_path: 
 def test_a_rank_that_is_killed_ends_the_run_which_is_saved(tmp_path: Path, at_step, started: list[int]):
     at_step(3, lambda: started and os.kill(started.pop(), signal.SIGKILL))
     with pytest.raises(RankLostError, match=r"^rank 1: its process was killed \(SIGKILL\)"):
-        run_ranks(tmp_path / "lost", *SAVING)
+        run_ranks(tmp_path / "lost", *SAVING, new_processes=True)
     run_here(tmp_path / "rest", *RUN, "microbatches=2", f"resume={tmp_path / 'lost'}")
     run_here(tmp_path / "whole", *RUN, "microbatches=2")
     last = "checkpoints/step-00000006"
@@ -135,7 +135,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, at_step, started: list[int])
 
     at_step(2, stop)
     with pytest.raises(RankLostError, match=r"^rank 1 hangs: .* parallel.timeout_s=2"):
-        run_ranks(tmp_path, *SAVING, "eval.every=null", watch=groups.append)
+        run_ranks(tmp_path, *SAVING, "eval.every=null", watch=groups.append, new_processes=True)
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert not runs(started[0])
 
@@ -143,7 +143,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, at_step, started: list[int])
 @pytest.mark.slow
 def test_a_signal_saves_the_run_and_ends_all_ranks(tmp_path: Path, at_step, started: list[int]):
     at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    summary = run_ranks(tmp_path, *SAVING, "eval.every=null")
+    summary = run_ranks(tmp_path, *SAVING, "eval.every=null", new_processes=True)
     assert (summary["status"], summary["steps"]) == ("stopped", 2)
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
     assert not runs(started[0])

@@ -71,8 +71,9 @@ def test_another_rank_that_fails_ends_the_run_which_is_not_saved(tmp_path: Path,
         return own(share) if len(steps) == 1 else replace(share, parts=(wrong,))
 
     monkeypatch.setattr(group, "_own_memory", second_step_wrong)
+    keys = ("devices=2", "microbatches=1")
     with pytest.raises(RankLostError, match=r"^rank 1: its process has ended"):
-        run_ranks(tmp_path, *STREAMED, "devices=2", "microbatches=1", "eval.every=null", "checkpoint.every=5")
+        run_ranks(tmp_path, *STREAMED, *keys, "eval.every=null", "checkpoint.every=5", new_processes=True)
     assert "rank 1: error: IndexError" in capfd.readouterr().err
     # The step before is done on this rank, and perhaps in part on the other.
     assert not (tmp_path / "checkpoints").exists()

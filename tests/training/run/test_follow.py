@@ -27,7 +27,7 @@ def test_an_error_on_another_rank_is_told_by_the_first(tmp_path: Path, monkeypat
     wrong = torch.full((2, 33), 10**6)
     monkeypatch.setattr(group, "_own_memory", lambda share: replace(share, parts=(wrong,)))
     with pytest.raises(RankLostError, match=r"^rank 1: IndexError: index out of range"):
-        run_ranks(tmp_path, *TWO)
+        run_ranks(tmp_path, *TWO, new_processes=True)
     # What the user cannot fix has a traceback, with the name of its rank.
     assert "\nrank 1: Traceback" in "\n" + capfd.readouterr().err
 
