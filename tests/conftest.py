@@ -1,6 +1,7 @@
 """Sets up every pytest run: the worker processes, and the signals that tests send."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.logging import catching_logs
 
 # More threads have nothing to do for tensors this small, and wait actively: on a busy machine ten times as long. Before
 # torch is imported, which reads it once.
@@ -18,7 +20,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+# Loggers that hand nothing on to the root, and of how many loggers they were found.
+_apart: list[logging.Logger] = []
+_looked_at = 0
+
+
 def pytest_configure() -> None:
+    catching_logs.__enter__ = _attached
     # A process that was started in the background, as by a CI runner, ignores Ctrl-C (under nohup also SIGHUP). The
     # programs that tests start to interrupt them would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -57,6 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+def pytest_runtest_logstart() -> None:
+    _look_at_loggers()
+
+
 def pytest_collection_finish() -> None:
     # By now nearly everything is imported. A collection that looks at all of it takes 0.3 s, and tests make hundreds;
     # young objects are looked at more rarely too.
@@ -91,6 +103,25 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     import torch
 
     return 0 if torch.cuda.is_available() else None
+
+
+def _attached(self: catching_logs) -> logging.Handler:
+    """Does what pytest's does where no level is given.
+
+    That looks at each of a thousand loggers of libraries six times a test; this once, and where there are more.
+    """
+    if len(logging.root.manager.loggerDict) != _looked_at:
+        _look_at_loggers()
+    self.attached_loggers += (logging.root, *_apart)
+    for logger in self.attached_loggers:
+        logger.addHandler(self.handler)
+    return self.handler
+
+
+def _look_at_loggers() -> None:
+    global _looked_at
+    loggers = logging.root.manager.loggerDict
+    _looked_at, _apart[:] = len(loggers), [each for each in loggers.values() if not getattr(each, "propagate", True)]
 
 
 def _seed_no_absent_devices() -> None:

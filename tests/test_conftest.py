@@ -1,5 +1,6 @@
 """The number of worker processes that `-n auto` gives to a pytest run, and the tests that a run leaves out."""
 
+import logging
 import os
 from types import SimpleNamespace
 
@@ -62,3 +63,16 @@ def test_of_a_sampled_test_four_fifths_are_slow():
 
 def test_tests_compute_in_one_thread():
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+
+
+@pytest.fixture
+def apart() -> logging.Logger:
+    logger = logging.getLogger(f"{__name__}.apart")
+    logger.propagate = False
+    return logger
+
+
+def test_loggers_that_hand_nothing_on_are_heard(apart: logging.Logger, caplog: pytest.LogCaptureFixture):
+    apart.warning("to nobody else")
+    logging.getLogger(__name__).warning("to all")
+    assert caplog.messages == ["to nobody else", "to all"]
