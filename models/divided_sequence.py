@@ -17,12 +17,14 @@ from torch import Tensor
 class DividedSequence:
     """Divides rows over `count` ranks, of which this one has the run of positions number `rank`.
 
-    Until it is connected it is a plan's: tensors of the meta device need no exchange.
+    Until it is connected it is a plan's: of tensors of the meta device nothing is exchanged, but `planned(nbytes)` gets
+    the bytes of each that would be.
     """
 
     def __init__(self, count: int):
         self.count, self.rank = count, 0
         self._exchange: Callable[[Tensor, Tensor], None] | None = None
+        self.planned: Callable[[int], None] = lambda nbytes: None
 
     def connect(self, rank: int, exchange: Callable[[Tensor, Tensor], None]) -> None:
         """Connects it with the other ranks.
@@ -72,7 +74,9 @@ class DividedSequence:
     def _exchanged(self, parts: Tensor) -> Tensor:
         sent = parts.contiguous()
         received = torch.empty_like(sent)
-        if not sent.is_meta:
+        if sent.is_meta:
+            self.planned(sent.nbytes)
+        else:
             self._exchange(received, sent)
         return received
 

@@ -149,6 +149,7 @@ def dry_run(
     timed: SimulatedStreams | None = None,
     on_gpu: bool = True,
     sharers: PlannedSharers | None = None,
+    links: PlannedSharers | None = None,
     options: AttachOptions = NO_OPTIONS,
 ) -> DryRun:
     """Attaches `mode` to `model` and runs a step. The model is on the meta device, and left as it was found.
@@ -156,7 +157,8 @@ def dry_run(
     `losses` compute the loss of each microbatch on meta tensors. `recomputed` are the blocks that backward computes
     again, unless the mode does so itself. `norms`: the mode takes the norms of gradients. `timed` are streams that
     record when they do what. `on_gpu`: the kernels are those of a GPU, not of the CPU; they save other tensors for
-    backward. `sharers` take the place of those of `options`; None, nobody. Raises the model's error where the model
+    backward. `sharers` take the place of those of `options`; None, nobody. `links` count what comes from
+    other devices, where these are not the sharers. Raises the model's error where the model
     needs values, and NotFinalError where gradients are released and one is not final when it lands.
     """
     streams = timed or CheckedStreams(torch.device("meta"))
@@ -176,7 +178,7 @@ def dry_run(
             tracker.start_step()
             if timed:
                 timed.start_step()
-            log = _Log(tracker, attached, sharers)
+            log = _Log(tracker, attached, links or sharers)
             with attached.step(norms):
                 attached.accumulate([log.around(loss) for loss in losses])
             log.mark()
@@ -304,11 +306,11 @@ def _own_attributes(holder: object) -> dict[str, object]:
 class _Log:
     """Reads the counters where forward begins and ends: when the first microbatch enters it, and the last leaves it."""
 
-    def __init__(self, tracker: MemoryTracker, attached: Attached, sharers: PlannedSharers | None):
+    def __init__(self, tracker: MemoryTracker, attached: Attached, links: PlannedSharers | None):
         self.turn_bytes = 0
         self._tracker = tracker
         self._attached = attached
-        self._sharers = sharers
+        self._links = links
         self._inside = 0
         self._readings: list[dict[str, float]] = []
         self.mark()
@@ -320,7 +322,7 @@ class _Log:
                 "flops": self._tracker.flops,
                 **{f"{kind}_flops": count for kind, count in self._tracker.flops_of.items()},
                 "memory_bytes": self._tracker.memory_bytes,
-                "exchanged_bytes": self._sharers.exchanged_bytes if self._sharers else 0.0,
+                "exchanged_bytes": self._links.exchanged_bytes if self._links else 0.0,
                 **{key: getattr(counters, key) for key in MOVED},
             }
         )

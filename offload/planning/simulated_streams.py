@@ -178,15 +178,16 @@ class PlannedSharers(Sharers):
         return [list(numbers)] * (self.count * self.hosts if everywhere else self.count)
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
-        self._receive(whole.nbytes)
+        self.receive(whole.nbytes)
 
     def sum(self, flat: torch.Tensor, what: str) -> None:
         # The others' slices before they are added; over several hosts all that come from one.
         flat.new_empty(flat.numel() if self.hosts > 1 else flat.numel() // self.count * (self.count - 1))
         # Slices, and then their sums.
-        self._receive(2 * flat.nbytes)
+        self.receive(2 * flat.nbytes)
 
-    def _receive(self, nbytes: int) -> None:
+    def receive(self, nbytes: int) -> None:
+        """Counts `nbytes` of which this device has its own part, and gets those of the others."""
         others = nbytes * (self.count - 1) / self.count
         self.exchanged_bytes += others
         if self._streams is not None:

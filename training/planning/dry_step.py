@@ -91,16 +91,15 @@ def _dry_run(
     components: Components, sizes: Sequence[int], has_gpu: bool, timed: SimulatedStreams | None = None
 ) -> DryRun:
     """Runs a step with microbatches of `sizes` examples."""
-    config, model, sharers = components.config, components.model, None
-    if components.shares_homes:
-        sharers = PlannedSharers(ranks_of_host(config), config.parallel.hosts, timed)
+    config, model = components.config, components.model
+    links = PlannedSharers(ranks_of_host(config), config.parallel.hosts, timed)
     with keys_under("task"):
         parts = [meta_part(components, size) for size in sizes]
 
     def loss_of(part: Batch) -> Tensor:
         return loss_to_train(components.task, model, part) * (examples_in(part) / config.batch_size)
 
-    with in_tiles(config, model):
+    with in_tiles(config, model), _exchanges_counted(config, model, links):
         return dry_run(
             components.mode,
             model,
@@ -109,9 +108,23 @@ def _dry_run(
             norms=True,
             timed=timed,
             on_gpu=has_gpu,
-            sharers=sharers,
+            sharers=links if components.shares_homes else None,
+            links=links,
             options=components.options,
         )
+
+
+@contextmanager
+def _exchanges_counted(config: DictConfig, model: nn.Module, links: PlannedSharers) -> Iterator[None]:
+    """Inside the block, what ranks exchange that divide rows of `model` comes over `links`."""
+    if config.parallel.sequence == 1:
+        yield
+        return
+    before, model.divided.planned = model.divided.planned, links.receive
+    try:
+        yield
+    finally:
+        model.divided.planned = before
 
 
 def forward_flops(components: Components) -> float:

@@ -198,10 +198,7 @@ def note_of_sequence(count: int) -> str | None:
     """Returns a line on sequences that ranks divide; None if they divide none."""
     if count == 1:
         return None
-    return (
-        f"parallel.sequence={count}: each device computes 1/{count} of every sequence; the time in which they exchange"
-        " attention heads is not in the step"
-    )
+    return f"parallel.sequence={count}: each device computes 1/{count} of every sequence"
 
 
 def note_of_ranks(components: Components) -> str | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from offload.planning import Bandwidth, SimulatedStreams
 from tests.training.helpers.in_process import components_of, composed, run_here
 from tests.training.helpers.modes import small_modes
 from tests.training.helpers.results import content
@@ -121,6 +122,27 @@ def test_a_plan_has_the_work_of_the_model_once_and_half_of_the_activations_on_ea
     activations = [run.peak_bytes - 2 * weights for run in runs]
     assert activations[1] == pytest.approx(activations[0] / 2, rel=0.15)
     assert sum(phase.flops for phase in runs[1].phases) == sum(phase.flops for phase in runs[0].phases) / 2
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("block", 3)])
+def test_a_plan_counts_what_the_ranks_exchange(recompute: str, passes: int):
+    keys = (*RUN, *EXACT, *TWO, "offload=none", "parallel.homes=own", f"recompute={recompute}")
+    components = components_of(*keys)
+    layers = components.model.model.layers
+    # Queries, keys, values, and outputs, which are as wide as queries.
+    width = 2 * sum(x.out_features for x in (layers[0].self_attn.q_proj, layers[0].self_attn.k_proj))
+    tokens = components.config.batch_size * components.config.seq_len // 2
+    # In float32; half of what a rank has goes to the other.
+    a_pass = len(layers) * width * tokens * 4 / 2
+    step = dry_step(components, has_gpu=False)
+    assert step.total("exchanged_bytes") == passes * a_pass
+    timed = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), 1e30, links_gb_s=1.0)
+    dry_step(components, has_gpu=False, timed=timed)
+    exchanges = [work for work in timed.work if work.lane == "exchange"]
+    assert sum(work.end_ms - work.start_ms for work in exchanges) == pytest.approx(passes * a_pass / 1e6)
+    # It is a plan's no longer: nothing counts what is computed without values later.
+    assert components.model.divided.planned(1) is None
+    assert dry_step(components_of(*RUN, *EXACT), has_gpu=False).total("exchanged_bytes") == 0
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
