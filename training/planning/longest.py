@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.planning import fused_kernels, left_as_found
 from training.config.declare import AUTO, LONGEST
 from training.config.rates import Choice
 from training.errors import UserError
 from training.metrics.progress import phase
+from training.planning.dry_step import meta_part
 from training.planning.fit import shortfalls
 from training.planning.machine import Machine, machine_of
 from training.planning.notes import FOREIGN
@@ -26,11 +30,14 @@ from training.planning.report import RunPlan
 from training.runs.invocation import Invocation
 from training.settle.components import Components, recomputes
 from training.settle.tiles import usual_tile
+from training.tasks.task import loss_to_train
 
 # Lengths are multiples of FINE, and from COARSE_FROM tokens on of COARSE.
 FINE, COARSE, COARSE_FROM = 256, 1024, 16384
 # The first length that is tried, the factor to the next, and the longest.
 START, GROWTH, MOST_TOKENS = 8192, 8, 2**24
+# The forward of twice FEW tokens has so many times the operations of FEW where each token has operations of its own.
+FEW, LOOPS = 64, 1.5
 # Plans at most, and after how many an interval is halved, not cut by a line.
 MOST_PLANS, BY_LINES = 24, 8
 
@@ -72,6 +79,12 @@ class Longest:
             raise UserError(f"{asked}, which have no seq_len: leave it out")
         if first.mode.foreign:
             raise UserError(f"seq_len={LONGEST}: {FOREIGN}: give a number")
+        few, more = (_operations(components(tokens * divisor, first.model)) for tokens in (FEW, 2 * FEW))
+        if more > LOOPS * few:
+            raise UserError(
+                f"seq_len={LONGEST}: the model computes one token after another, as Mamba without its kernels, so plans"
+                " of long sequences take minutes: give a number"
+            )
         tile = None
         if config.recompute.tile == AUTO and (recomputes(first.config) or first.mode.recomputes):
             config.recompute.tile = tile = usual_tile(first.mode, first.model)
@@ -101,6 +114,28 @@ class Longest:
         others = (each for each in invocation.overrides if each.partition("=")[0] not in chosen)
         invocation = replace(invocation, overrides=(*others, *(f"{key}={value}" for key, value in chosen.items())))
         return cls(chosen, reasons, invocation, machine, first.model, steps)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts torch's operations inside the block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += 1
+        return function(*arguments, **(keywords or {}))
+
+
+def _operations(components: Components) -> int:
+    """Returns the number of operations in the forward of a sequence; those before an error, of which plans tell."""
+    model, counted = components.model, _Operations()
+    with suppress(Exception), left_as_found(model), fused_kernels(_nothing), torch.no_grad(), counted:
+        loss_to_train(components.task, model, meta_part(components, 1))
+    return counted.count
+
+
+def _nothing(flops: float, kind: str | None = None) -> None:
+    pass
 
 
 def bounds(excess: Callable[[int], Mapping[str, int]], most: int, divisor: int = 1) -> tuple[int, int | None]:

@@ -172,6 +172,12 @@ def test_pictures_are_refused():
         longest("model=unet_small", "plan=true", "hardware=rtx4090")
 
 
+def test_a_model_that_computes_token_after_token_is_refused():
+    model = ("model=mamba", "model.overrides={num_hidden_layers: 1, hidden_size: 16, vocab_size: 300}")
+    with pytest.raises(UserError, match=r"^seq_len=max: the model computes one token after another, .*: give a number"):
+        longest(*SMALL[:2], *model, "plan=true", "batch_size=1")
+
+
 def test_what_is_not_planned_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match=r"^seq_len=max: this system's own memory, copies and times are not planned"):
         longest(*SMALL, "offload=fsdp2")
