@@ -30,6 +30,7 @@ from models.hf_initialise import initialise_hf
 from models.hf_packed import (
     STARTS,
     Packing,
+    lengths_of_angles,
     most_packed,
     most_positions,
     one_sequence_a_row,
@@ -154,6 +155,7 @@ class CausalLanguageModel(TransformersModel):
         window = getattr(model.config.get_text_config(), "sliding_window", None)
         self._window = window if isinstance(window, int) else math.inf
         self._plain_head = use_plain_head(model)
+        self._growing = [module for module in model.modules() if "dynamic" in lengths_of_angles(module)]
         self._balance = next((name for name in BALANCES if hasattr(model, name)), None)
         if self.balances_experts and self._balance is None:
             raise ValueError(
@@ -221,6 +223,7 @@ class CausalLanguageModel(TransformersModel):
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
         mean = averages(reduction)
+        self._forget_longer_rows(input_ids.shape[1])
         given, known, starts = {} if real is None else {"attention_mask": real}, one_sequence_a_row(), None
         if segments is not None:
             if self.why_not_packed is not None:
@@ -248,6 +251,17 @@ class CausalLanguageModel(TransformersModel):
         if auxiliary is not None:
             loss = loss + self.balance_weight * auxiliary.to(loss.device)
         return loss
+
+    def _forget_longer_rows(self, length: int) -> None:
+        """Lets rotary angles that grow with the longest row so far (dynamic) be those of rows of `length`.
+
+        Else a loss would depend on what was computed before: on evaluations, and on where a run resumes.
+        """
+        for rotary in self._growing:
+            first = rotary.original_max_seq_len
+            if rotary.max_seq_len_cached > first:
+                # transformers grows them from here on, or takes the first ones for shorter rows; neither at `first`.
+                rotary.max_seq_len_cached = 0 if length == first else first + 0.5
 
 
 class CachedLanguageModel(CausalLanguageModel):

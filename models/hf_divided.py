@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.divided_sequence import DividedSequence
@@ -19,7 +19,7 @@ from models.hf_source import one_line, same_again
 
 def why_not_divided(model: PreTrainedModel, packing: Packing, count: int) -> str | None:
     """Returns None if `count` ranks can divide the rows of a model, on any device; else a clause that says why not."""
-    if any(map(_follows_length, model.modules())) or most_packed(model) is not None:
+    if most_packed(model) is not None:
         return "what it computes of a position depends on the length of the row"
     if packing.why_not is not None:
         return packing.why_not
@@ -44,10 +44,3 @@ def options_of(divided: DividedSequence, input_ids: Tensor) -> dict[str, Any]:
     start, length = divided.start(input_ids.shape[1]), input_ids.shape[1]
     positions = torch.arange(start, start + length, device=input_ids.device)
     return {"position_ids": positions[None], DIVIDED: divided}
-
-
-def _follows_length(module: nn.Module) -> bool:
-    """Tells whether the frequencies of rotary positions follow the largest position of a forward."""
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in kinds)

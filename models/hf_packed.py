@@ -197,10 +197,27 @@ def most_positions(model: nn.Module) -> int | None:
 def most_packed(model: PreTrainedModel) -> int | None:
     """Returns the most tokens of a packed row, None for any number: some attention counts along the whole row."""
     config = model.config.get_text_config()
+    rotary = [most for module in model.modules() for most in lengths_of_angles(module).values()]
+    if rotary:
+        # Beyond, the longest sample of a microbatch chooses the angles of all.
+        return min(rotary)
     if getattr(config, "attn_temperature_tuning", False):
         # Llama 4 scales the queries from this position on.
         return config.floor_scale - 1
     return config.max_position_embeddings if config.model_type == "gpt_neo" else None
+
+
+def lengths_of_angles(module: nn.Module) -> dict[str, int]:
+    """Returns by kind the most positions of a forward up to which rotary angles do not follow their number."""
+    kinds, found = getattr(module, "rope_type", None), {}
+    for layers, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind == "longrope":
+            parameters = module.config.rope_parameters
+            found[kind] = (parameters if layers is None else parameters[layers])["original_max_position_embeddings"]
+        elif isinstance(kind, str) and "dynamic" in kind:
+            found[kind] = module.original_max_seq_len
+    return found
+    return found
 
 
 def _other_rows(table: nn.Embedding) -> int:

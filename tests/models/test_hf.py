@@ -13,6 +13,7 @@ from models.hf_source import same_again, sub_configs
 from models.loss import Head
 from offload.planning import left_as_found
 from tests.models.helpers.hf_models import BATCH, CLASSES, LANGUAGE, LENGTH, MODELS, VISION, VOCABULARY, batch, tiny
+from tests.models.helpers.packed import far_from_uniform
 
 # A bias, capped or scaled logits, an auxiliary loss, or a forward that calls the model below the head in parts.
 WITH_LOGITS = {"bert", "gemma2", "granite", "mixtral_balanced", "opt"}
@@ -224,6 +225,17 @@ def test_a_weight_of_the_auxiliary_loss_under_another_name_counts():
     labels = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
     torch.testing.assert_close(model(ids, labels), output.loss)
     assert output.aux_loss > 0
+
+
+def test_the_loss_of_a_row_does_not_depend_on_longer_rows_before():
+    """Angles of the kind dynamic grow with the longest row that transformers has seen."""
+    positions = {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
+    positions["rope_parameters"]["rope_theta"] = 1e4
+    ids = torch.randint(3, VOCABULARY, (1, 31), generator=torch.Generator().manual_seed(0))
+    used = far_from_uniform(tiny("llama", **positions))
+    for length in (6, 30, 12, 8, 30, 6, 9):
+        rows = ids[:, :length], ids[:, 1 : length + 1]
+        assert torch.equal(used(*rows), far_from_uniform(tiny("llama", **positions))(*rows)), length
 
 
 def test_an_auxiliary_loss_that_transformers_lacks_is_refused():

@@ -161,6 +161,17 @@ def test_rows_in_which_llama4_scales_its_queries_are_longer_than_most_packed(sca
     assert differs == (SEGMENTS.shape[1] > model.most_packed)
 
 
+@pytest.mark.parametrize("most", [7, 8])
+def test_rows_whose_longest_sample_chooses_the_angles_of_all_are_longer_than_most_packed(most: int):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
+    model = far_from_uniform(tiny("llama", rope_parameters=rope | {"original_max_position_embeddings": most}))
+    with torch.no_grad():
+        alike = torch.allclose(packed_losses(model), losses_alone(model), atol=1e-5)
+    assert model.most_packed == most
+    # The longest sample has 8 tokens.
+    assert alike == (most >= 8)
+
+
 def test_packed_rows_of_gpt_neo_are_at_most_as_long_as_its_mask():
     with torch.device("meta"):
         model = build_hf("gpt_neo", "causal_lm", {"num_layers": 1, "attention_types": [[["global"], 1]]})
