@@ -28,7 +28,7 @@ OTHER_LATENTS = "other_latents"
 
 @dataclass(frozen=True)
 class NetworkClass:
-    """How the networks of one class are called, checked and initialised.
+    """The calls, checks and initial values of the networks of one class.
 
     Attributes:
         conditions: returns, for a configuration, the shape of one example of each condition by name; () for labels.

@@ -52,7 +52,7 @@ def read_scheduler(file: Path) -> TrainingScheduler:
             sampler = kind.from_config(given)
             # With the defaults of its own class.
             config = sampler.config
-            if _is_flow(name, config):
+            if name.startswith("FlowMatch") or config.get("prediction_type") == "flow_prediction":
                 shift = config.get("shift", config.get("flow_shift", 1.0))
                 made = of_config(diffusers.FlowMatchEulerDiscreteScheduler, config, shift=shift)
             else:
@@ -133,7 +133,3 @@ def shift_by_tokens(file: Path, scheduler: FlowMatchEulerDiscreteScheduler) -> C
     }
     taken = {key: numbers[key] for key in inspect.signature(linear).parameters if key in numbers}
     return lambda tokens: linear(tokens, **taken)
-
-
-def _is_flow(name: str, config: Mapping[str, Any]) -> bool:
-    return name.startswith("FlowMatch") or config.get("prediction_type") == "flow_prediction"

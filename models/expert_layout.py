@@ -1,4 +1,4 @@
-"""How peft stores the A and B of experts that are one tensor, and those of an adapter that experts share.
+"""Converts A and B of experts to the layout that peft stores: of experts in one tensor, and of one that they share.
 
 A is [experts * rank, in]: the rows of the first expert, then those of the second. B is [out, rank * experts]: its first
 column of each expert, then the second of each.

@@ -153,6 +153,7 @@ def _matched(
     plain: dict[str, str] = {}
     conversions: dict[str, Conversion] = {}
     unknown = []
+    ignored = (*(model._keys_to_ignore_on_load_unexpected or ()), IGNORED)
     # transformers' order: that of the experts in a conversion.
     for source in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(source, renamings, converters, prefix, tensors)
@@ -160,7 +161,7 @@ def _matched(
             # A rule for older names took a name of today for one of them.
             target, pattern = rename_source_key(source, [], [], prefix, tensors)
         if target not in tensors:
-            if not _is_ignored(model, target) and not source.endswith(IGNORED_SUFFIXES):
+            if not any(re.search(rule, target) for rule in ignored) and not source.endswith(IGNORED_SUFFIXES):
                 unknown.append(source)
         elif pattern is not None:
             conversion = conversions.setdefault(target, Conversion(by_pattern[pattern], target))
@@ -173,11 +174,6 @@ def _matched(
         names = first_and_count(unknown)
         raise ValueError(f"{stored[unknown[0]].file} has tensor {names}, which the model lacks: {WHOLE_MODEL}")
     return plain, list(conversions.values())
-
-
-def _is_ignored(model: PreTrainedModel, name: str) -> bool:
-    patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), IGNORED)
-    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _check_conversion(

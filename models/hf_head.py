@@ -58,7 +58,9 @@ def use_plain_head(model: nn.Module) -> PlainHead | None:
         unchanged.
     """
     head, below = model.get_output_embeddings(), below_head(model)
-    if type(head) is not nn.Linear or head.bias is not None or below is model or _has_hooks(head):
+    if type(head) is not nn.Linear or head.bias is not None or below is model:
+        return None
+    if head._forward_hooks or head._forward_pre_hooks:
         return None
     call = _watched_call(model, below, head)
     if call is None:
@@ -68,10 +70,6 @@ def use_plain_head(model: nn.Module) -> PlainHead | None:
     chunked.weight = head.weight
     model.set_output_embeddings(chunked.train(head.training))
     return call
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _watched_call(model: nn.Module, below: nn.Module, head: nn.Linear) -> PlainHead | None:

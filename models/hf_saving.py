@@ -52,7 +52,9 @@ def hf_files(
     for key, value in values.items():
         setattr(config, key, value)
     files = {CONFIG_FILE: bytes_of(config.to_json_string(use_diff=True).encode())}
-    shards = split_into_files("model", _layers(hf), max_shard_bytes, _bytes_of_layer)
+    shards = split_into_files(
+        "model", _layers(hf), max_shard_bytes, lambda layer: sum(t.nbytes for t in layer.values())
+    )
     stored = {}
     for name, layers in shards.items():
         shard = _Shard(hf, layers.values(), read)
@@ -107,10 +109,6 @@ def _layers(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
         layer = re.match(r".*?\.\d+\.", name)  # model.layers.3.
         layers.setdefault(layer[0] if layer else "", {})[name] = tensor
     return layers
-
-
-def _bytes_of_layer(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -275,7 +275,7 @@ class ModelWorkload(Workload):
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """What was measured of the steps: their times in ms, the last loss, and the peak GPU memory of the warm-up."""
+    """Measurements of the steps: their times in ms, the last loss, and the peak GPU memory of the warm-up."""
 
     times_ms: list[float]
     grown: Counters

@@ -46,6 +46,16 @@ def tokens_in(batch: Batch) -> int:
     raise ValueError(f"no lengths, segments or input_ids tell the tokens of a batch: it has {', '.join(batch)}")
 
 
+def real_tokens(batch: dict[str, Tensor]) -> Tensor | None:
+    """Tells tokens from padding, bool in the shape of a text's `input_ids`; None if all are tokens."""
+    if "segments" in batch:
+        return batch["segments"] >= 0
+    if "lengths" in batch:
+        ids = batch["input_ids"]
+        return torch.arange(ids.shape[-1], device=ids.device) < batch["lengths"][..., None]
+    return None
+
+
 def nonfinite_in(batch: Batch) -> tuple[str, int] | None:
     """Returns the name of the first tensor that is not finite, and its first such example; None if all are finite."""
     for name, tensor in batch.items() if isinstance(batch, dict) else ():

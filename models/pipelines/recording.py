@@ -39,7 +39,7 @@ class NotTrainableError(ValueError):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a pipeline is asked for: prompts, and the sizes of the picture that goes with each, (height, width).
+    """Request to a pipeline: prompts, and the sizes of the picture that goes with each, (height, width).
 
     That of a video is (frames, height, width).
     """

@@ -1,4 +1,4 @@
-"""What a pipeline of diffusers is called with: whether it makes videos, of how many frames, at which rate."""
+"""Tells from a pipeline of diffusers whether it makes videos, of how many frames, at which rate."""
 
 from __future__ import annotations
 

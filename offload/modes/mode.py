@@ -93,7 +93,7 @@ class OwnOptimizer(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class AttachOptions:
-    """What a run knows and a mode must: it is no knob, and the same for `footprint` and `attach`.
+    """Facts of a run that a mode needs: they are no knobs, and the same for `footprint` and `attach`.
 
     Attributes:
         sharers: the processes that attach the same model at the same time, each to a device of its own. The weights

@@ -1,4 +1,4 @@
-"""What AdamW has of its caller: parameter groups, and states in a state dict. Both are checked.
+"""Checks what AdamW gets from its caller: parameter groups, and states in a state dict.
 
 States are written in torch's layout, and read in those of 16 and 32 bits or in 8 bits.
 """

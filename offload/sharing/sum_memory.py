@@ -61,7 +61,7 @@ class SumPart(NamedTuple):
 
 
 class SumLayout:
-    """Where the gradients of a unit lie in flat buffers, one for each dtype, and which parts go home from here."""
+    """Places of the gradients of a unit in flat buffers, one for each dtype, and which parts go home from here."""
 
     def __init__(self, unit: OffloadUnit, tensors: list[UnitTensor], home: SumHome, count: int, rank: int):
         self.tensors = tensors

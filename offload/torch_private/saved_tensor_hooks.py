@@ -1,4 +1,4 @@
-"""What is kept for backward: hooks on saved tensors that share one thread, selective checkpoints, functions' contexts.
+"""Watches what is kept for backward: hooks on saved tensors of one thread, selective checkpoints, functions' contexts.
 
 Autograd calls one pair of hooks (pack, unpack) at a time: the innermost. The pairs of this package still work inside
 each other, because a pack function (`PackHook`) carries attributes that tell the pair inside it what to do:

@@ -18,7 +18,7 @@ from training.weights.files import ModelWeights, weight_files
 
 @dataclass(frozen=True)
 class BaseReference:
-    """Where a frozen base comes from: `seed`, or `weights` (model.weights as given) and their files' SHA-256 by name.
+    """The source of a frozen base: `seed`, or `weights` (model.weights as given) and their files' SHA-256 by name.
 
     `revision` is the part of `weights` behind `@`, of a model on the Hub.
     """

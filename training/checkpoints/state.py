@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,22 +66,18 @@ def read_state(folder: Path) -> RunState:
     """Reads the state of the checkpoint in `folder`. Raises DamagedError if the file does not have a valid one."""
     path = folder / STATE_FILE
     values = read_json(path)
-    checks = {
-        "step": _is_count,
-        "skipped_steps": _is_count,
-        "units": _is_count,
+    counts = dict.fromkeys(("step", "skipped_steps", "units"), lambda value: type(value) is int and value >= 0)
+    checks = counts | {
         "batch_sha256": lambda value: isinstance(value, str),
-        "data_sha256": lambda value: value is None or isinstance(value, str),
-        "eval_sha256": lambda value: value is None or isinstance(value, str),
-        "source_sha256": lambda value: value is None or isinstance(value, str),
-        "task_sha256": lambda value: value is None or isinstance(value, str),
         # It becomes part of a folder's name, so it may not lead elsewhere.
         "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
     }
-    for field in fields(RunState):
-        if field.name not in values or not checks[field.name](values[field.name]):
-            raise DamagedError(f"{path} has no valid {field.name}: {values.get(field.name)!r:.80}")
-    return RunState(**{field.name: values[field.name] for field in fields(RunState)})
+    names = [field.name for field in fields(RunState)]
+    for name in names:
+        is_valid = checks.get(name, lambda value: value is None or isinstance(value, str))
+        if name not in values or not is_valid(values[name]):
+            raise DamagedError(f"{path} has no valid {name}: {values.get(name)!r:.80}")
+    return RunState(**{name: values[name] for name in names})
 
 
 def digest_of_all(dataset) -> str | None:
@@ -109,10 +104,6 @@ def restore_random_states(folder: Path, device: torch.device) -> None:
             torch.cuda.set_rng_state(states["cuda"], device)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise DamagedError(f"{path} does not have the states of torch's random generators ({error})") from None
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

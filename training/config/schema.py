@@ -147,7 +147,7 @@ class Tracking:
 
 
 class Homes(StrEnum):
-    """Where the weights that stream live in host memory.
+    """The place in host memory of the weights that stream.
 
     own: each rank has all of them; shared: the ranks of a host have them once; auto: shared if that is possible.
     """

@@ -155,10 +155,6 @@ def json_rows(file: Path, of_object: Callable[[dict[str, Any]], list[Any]]) -> R
         yield f"item {number}", _row(item, f"item {number}")
 
 
-def _read_json_lines(file: Path, text_column: str) -> Pieces:
-    return _documents(json_lines(file), text_column, str(file))
-
-
 def _read_json(file: Path, text_column: str) -> Pieces:
     def column_of(value: dict[str, Any]) -> list[dict[str, Any]]:
         columns = {name: column if isinstance(column, list) else [column] for name, column in value.items()}
@@ -212,7 +208,12 @@ def _uncompressed_bytes(group: Any, text_column: str) -> float:
     return nbytes / max(group.num_rows, 1)
 
 
-READERS = {".txt": _read_text, ".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet}
+READERS = {
+    ".txt": _read_text,
+    ".jsonl": lambda file, text_column: _documents(json_lines(file), text_column, str(file)),
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
 
 
 def import_datasets() -> ModuleType:

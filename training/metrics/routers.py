@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.adapters import root_of
-from training.batches import Batch
+from training.batches import Batch, real_tokens
 
 # Rows of probabilities sum to 1 as exactly as their dtype has it.
 ROUNDING = 1e-2
@@ -32,13 +32,8 @@ class Microbatch:
     @cached_property
     def real(self) -> Tensor | None:
         """Tells tokens from padding, bool [inputs]; None if all are tokens."""
-        batch = self._batch
-        if isinstance(batch, Tensor) or "input_ids" not in batch or not {"segments", "lengths"} & {*batch}:
-            return None
-        if "segments" in batch:
-            return (batch["segments"] >= 0).flatten()
-        ids = batch["input_ids"]
-        return (torch.arange(ids.shape[-1], device=ids.device) < batch["lengths"][..., None]).flatten()
+        real = None if isinstance(self._batch, Tensor) else real_tokens(self._batch)
+        return None if real is None else real.flatten()
 
 
 # None in a backward, which may recompute forwards, and between steps.

@@ -34,7 +34,7 @@ SHOWN_BY_PLAN = (
 
 
 class Failure(NamedTuple):
-    """Why a run ended early, in one line; `fixable`: that tells the user enough, and a traceback would only hide it."""
+    """The early end of a run; `fixable`: the reason is enough for the user, and a traceback would only hide it."""
 
     status: str
     """failed, refused (it does not fit), out_of_memory or interrupted"""

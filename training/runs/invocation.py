@@ -20,7 +20,7 @@ from training.errors import UserError
 
 @dataclass(frozen=True)
 class Invocation:
-    """How a run was started: its directory, options by group, overrides, and the keys that its experiment sweeps."""
+    """The start of a run: its directory, options by group, overrides, and the keys that its experiment sweeps."""
 
     run_dir: Path
     choices: Mapping[str, str | None]

@@ -75,8 +75,10 @@ def settle(config: DictConfig, invocation: Invocation, device: torch.device, on_
         reasons["task.reference"] = f"{config.task.reference}, because {why}"
     task = construct(config.task, "task")
     if chosen("precision"):
-        config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
-        in_bf16 = config.precision == Precision.bf16
+        # Emulated, as on GPUs before Ampere, bfloat16 is slower than float32. A plan may be for a GPU that is not here.
+        has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        in_bf16 = has_bf16 and (device.type == "cuda" if on_gpu is None else on_gpu)
+        config.precision = Precision.bf16 if in_bf16 else Precision.fp32
         has = "a GPU" if in_bf16 else "no GPU that computes in bf16"
         reasons["precision"] = Choice.of(config.precision, f"there is {has}", "GPU" if in_bf16 else "no GPU")
     if chosen("model.weights"):
@@ -130,12 +132,6 @@ def _has_blocks(model: nn.Module) -> bool:
         return bool(find_blocks(model))
     except ValueError:
         return False
-
-
-def _precision(on_gpu: bool) -> Precision:
-    # Emulated, as on GPUs before Ampere, bfloat16 is slower than float32. A plan may be for a GPU that is not here.
-    has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-    return Precision.bf16 if on_gpu and has_bf16 else Precision.fp32
 
 
 def _why_tokenizer(config: DictConfig) -> str:

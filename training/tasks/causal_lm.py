@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from models.generation import can_generate, largest_forwards
-from training.batches import Batch
+from training.batches import Batch, real_tokens
 from training.errors import UserError
 from training.tasks.task import Sampler, Task
 
@@ -36,8 +36,8 @@ class CausalLM(Task):
         if isinstance(batch, Tensor):
             return model(batch[:, :-1], batch[:, 1:])
         given = {"segments": batch["segments"]} if "segments" in batch else {}
-        if getattr(model, "balances_experts", False):
-            given |= _without_padding(batch)
+        if getattr(model, "balances_experts", False) and (real := real_tokens(batch)) is not None:
+            given["real"] = real
         return model(batch["input_ids"], batch["labels"], **given)
 
     def units(self, config: DictConfig) -> int:
@@ -106,16 +106,6 @@ class CausalLM(Task):
         from training.tasks.text_samples import TextSampler
 
         return TextSampler.of(config, model)
-
-
-def _without_padding(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `real`, bool [rows, L], which tells tokens from padding, for a batch that has some."""
-    if "segments" in batch:
-        return {"real": batch["segments"] >= 0}
-    if "lengths" in batch:
-        places = torch.arange(batch["labels"].shape[-1], device=batch["labels"].device)
-        return {"real": places < batch["lengths"][:, None]}
-    return {}
 
 
 def _without_tokens() -> UserError:

@@ -1,4 +1,4 @@
-"""What the tasks of diffusion models share: noise, conditions and their dropping, the loss, samples, the scheduler.
+"""Parts that tasks of diffusion models share: noise, conditions and their dropping, the loss, samples, the scheduler.
 
 A task says how an image becomes a noisy one and what the model is to predict of it. Noise is drawn and added on the
 CPU. The condition is dropped for some examples, so that the same model also predicts without it, as classifier-free
@@ -130,7 +130,11 @@ class Diffusion(Task):
 
         Raises KnobError if labels are to be dropped, and there is no `null_class`.
         """
-        images = _images_of(batch, self.name)
+        if not isinstance(batch, dict) or IMAGES not in batch or not batch[IMAGES].is_floating_point():
+            raise ValueError(
+                f"task={self.name} needs a batch with `images` in floating point: choose a dataset of images"
+            )
+        images = batch[IMAGES]
         condition = _condition_of(batch)
         if LABELS in condition and self.drop_condition and self.null_class is None:
             advice = "the dataset has labels: give the number of classes, take drop_condition=0, or a dataset without"
@@ -366,12 +370,6 @@ class ImageSampler(Sampler):
         return ImageSample(
             grid_of(images), f"{len(images)} images, {self.task.sample_steps} steps of {self.task.sampled_by}"
         )
-
-
-def _images_of(batch: Batch, task: str) -> Tensor:
-    if not isinstance(batch, dict) or IMAGES not in batch or not batch[IMAGES].is_floating_point():
-        raise ValueError(f"task={task} needs a batch with `images` in floating point: choose a dataset of images")
-    return batch[IMAGES]
 
 
 def _condition_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:

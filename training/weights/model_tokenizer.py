@@ -1,4 +1,4 @@
-"""What comes with a model's weights: the tokenizer (dataset.tokenizer=auto), config.json, and the ids that end a text.
+"""Reads what comes with a model's weights: tokenizer (dataset.tokenizer=auto), config.json, ids that end a text.
 
 A model knows an id only as the token that it was trained on. So loaded weights need their own tokenizer, and another
 one is refused; a model that begins from the seed may have the tokenizer of bytes.

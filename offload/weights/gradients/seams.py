@@ -1,4 +1,4 @@
-"""What extensions put into weight streaming where gradients have landed: `Updates` and `Destination`.
+"""Defines where extensions act on gradients that have landed: `Updates` and `Destination`.
 
 Streaming calls `Updates` at fixed points of a step, and `offload.optimizer.overlap` implements it for an optimizer that
 updates weights while the step still runs. Without one, `NO_UPDATES` takes its place: weights then change between steps

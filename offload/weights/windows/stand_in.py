@@ -147,9 +147,9 @@ class StandIn:
 
     @property
     def state(self) -> tuple[int, object]:
-        """What changes when the weight is changed at home or by forwards of this step, or gets other data.
+        """A count of the weight's changes, at home and by forwards of this step, and where and how its data lies.
 
-        A number that counts the changes, and where and how the data lies.
+        It differs after each change, and after the weight got other data.
         """
         tensor = self.tensor
         if tensor.layout.is_compound:

@@ -352,7 +352,7 @@ class ForwardInWindows(ReplacedForward):
 
 
 class _OnModules:
-    """What windows have put on the modules of a model: `calls`, and by unit the dictionaries that are `held`."""
+    """Hooks of windows on the modules of a model: `calls`, and by unit the dictionaries that are `held`."""
 
     def __init__(self, cut: CutModel, slots: DeviceSlots, windows: Windows):
         read = {window.module: window.read for window in cut.windows} | dict.fromkeys(cut.around, ())

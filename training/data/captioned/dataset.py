@@ -53,7 +53,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Missing:
-    """What is not encoded yet: captions with the sizes of their pictures, and views of pictures, by key."""
+    """Examples that are not encoded yet: captions with the sizes of their pictures, and views of pictures, by key."""
 
     captions: Mapping[str, Asked]
     pictures: Mapping[str, tuple[CaptionedPicture, View]]

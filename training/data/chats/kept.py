@@ -1,4 +1,4 @@
-"""Which examples are kept: where each was, what was left out, and which of them are held out."""
+"""Records the examples that are kept: where each was, what was left out, and which of them are held out."""
 
 from array import array
 from collections import Counter
@@ -19,7 +19,7 @@ HELD_OUT = 2
 
 @dataclass
 class Kept:
-    """Which of the rows that were read are kept as examples, and how many are left out for which reason.
+    """The rows that were read and are kept as examples, and how many are left out for which reason.
 
     `too_long` says what becomes of samples with more than `seq_len` + 1 tokens: drop, truncate or refuse. Raises
     UserError for another value.
