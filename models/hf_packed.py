@@ -217,7 +217,6 @@ def lengths_of_angles(module: nn.Module) -> dict[str, int]:
         elif isinstance(kind, str) and "dynamic" in kind:
             found[kind] = module.original_max_seq_len
     return found
-    return found
 
 
 def _other_rows(table: nn.Embedding) -> int:

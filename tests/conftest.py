@@ -23,6 +23,7 @@ sys.dont_write_bytecode = False
 # Loggers that hand nothing on to the root, and of how many loggers they were found.
 _apart: list[logging.Logger] = []
 _looked_at = 0
+_attach = catching_logs.__enter__
 
 
 def pytest_configure() -> None:
@@ -106,10 +107,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def _attached(self: catching_logs) -> logging.Handler:
-    """Does what pytest's does where no level is given.
+    """Does what pytest's does.
 
     That looks at each of a thousand loggers of libraries six times a test; this once, and where there are more.
     """
+    if self.level is not None:
+        return _attach(self)
     if len(logging.root.manager.loggerDict) != _looked_at:
         _look_at_loggers()
     self.attached_loggers += (logging.root, *_apart)
