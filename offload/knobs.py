@@ -10,7 +10,7 @@ fields (`training.config.modes`), and the explanations from the `Args:` section 
 Sizes in bytes are written as people write them: "2GiB", "512MiB", or a plain number (`parse_bytes`, `format_bytes`,
 `GIB`).
 
-Public are `knob`, `in_range`, `explanations`, `parse_bytes`, `format_bytes` and `GIB`.
+Public are `knob`, `in_range`, `one_of`, `explanations`, `parse_bytes`, `format_bytes` and `GIB`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def knobs_under(path: str) -> Iterator[None]:
         raise error.under(path) from error.__cause__
 
 
-__all__ = ["GIB", "explanations", "format_bytes", "in_range", "knob", "parse_bytes"]
+__all__ = ["GIB", "explanations", "format_bytes", "in_range", "knob", "one_of", "parse_bytes"]
 
 GIB = 2**30
 UNITS = {"TiB": 2**40, "GiB": GIB, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -140,7 +140,7 @@ def bytes_or(other: str, name: str, value: Any) -> Any:
 def one_of(name: str, value: str, *choices: str) -> str:
     """Returns `value`. Raises KnobError naming the choices where it is none of them."""
     if value not in choices:
-        raise KnobError(name, value, f"must be {' or '.join(choices)}")
+        raise KnobError(name, value, f"must be {', '.join(choices[:-1])} or {choices[-1]}")
     return value
 
 

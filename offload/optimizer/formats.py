@@ -41,8 +41,6 @@ CODES, SCALE = "{}_codes", "{}_scale"
 LOW, HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 # Numbers in 8 bits that share a scale.
 BLOCK = 256
-# Largest error of a number relative to its block's largest: half the widest distance of two entries of the map.
-SIGNED_ERROR, UNSIGNED_ERROR = 0.0071, 0.0036
 EXPONENTS = 7
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from models.adapters import adapters_off, config_of
 from models.loss import IGNORED_LABEL
 from offload import KnobError
-from offload.knobs import in_range
+from offload.knobs import in_range, one_of
 from training.batches import Batch, examples_in
 from training.config.adapter import has_adapter
 from training.errors import UserError
@@ -60,13 +60,13 @@ class DPO(CausalLM):
         self, *, beta: float = 0.1, loss: str = "sigmoid", label_smoothing: float = 0.0, reference: str = AUTO
     ):
         self.beta = in_range("beta", beta, above=0)
-        self.loss_name = _one_of("loss", loss, *LOSSES)
+        self.loss_name = one_of("loss", loss, *LOSSES)
         self.label_smoothing = in_range("label_smoothing", label_smoothing, at_least=0, at_most=0.5)
         if label_smoothing and loss == "ipo":
             raise KnobError("label_smoothing", label_smoothing, "has no effect on loss=ipo: take 0")
         if loss == "robust" and not 0 < label_smoothing < 0.5:
             raise KnobError("label_smoothing", label_smoothing, "loss=robust needs one between 0 and 0.5")
-        self.reference = _one_of("reference", reference, AUTO, ADAPTER, CACHED, COPY)
+        self.reference = one_of("reference", reference, AUTO, ADAPTER, CACHED, COPY)
         self.table: Tensor | None = None
         """float32 [samples, 2] on the CPU: those of a cached reference, once they are computed"""
 
@@ -196,12 +196,6 @@ def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:
     # As rows of one batch. No row sees another, and padding follows what is real, so nothing that counts sees it.
     ids, labels = batch["input_ids"].flatten(0, 1), batch["labels"].flatten(0, 1)
     return -model(ids, labels, reduction="none").sum(-1).view(batch["lengths"].shape)
-
-
-def _one_of(name: str, value: str, *choices: str) -> str:
-    if value not in choices:
-        raise KnobError(name, value, f"must be {', '.join(choices[:-1])} or {choices[-1]}")
-    return value
 
 
 def settled_reference(config: DictConfig) -> str:

@@ -180,7 +180,7 @@ def test_a_step_that_failed_leaves_no_parameter_out_of_the_next(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be fp32 or bf16 or int8"),
+        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be fp32, bf16 or int8"),
         ({"master": "half"}, "master=half: must be compact or stochastic"),
         ({"threads": 0}, "threads=0: must be at least 1"),
         ({"threads": 1.5}, "threads=1.5: must be at least 1"),
@@ -231,5 +231,6 @@ def test_words_are_those_of_the_type_hints():
     for name, words in choices.items():
         for word in words:
             HostAdamW([nn.Parameter(torch.ones(1))], **{name: word})
-        with pytest.raises(KnobError, match=f"{name}=other: must be {' or '.join(words)}"):
+        listed = f"{', '.join(words[:-1])} or {words[-1]}"
+        with pytest.raises(KnobError, match=f"{name}=other: must be {listed}$"):
             HostAdamW([nn.Parameter(torch.ones(1))], **{name: "other"})

@@ -99,7 +99,7 @@ def test_without_gradients_on_the_host_there_is_no_choice():
 
 
 def test_a_value_that_does_not_exist_is_refused():
-    with pytest.raises(UserError, match=r"optimizer\.gradients=drop: must be auto or keep or release"):
+    with pytest.raises(UserError, match=r"optimizer\.gradients=drop: must be auto, keep or release"):
         components_of(*EARLY, "optimizer.gradients=drop")
 
 
