@@ -160,7 +160,7 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in root.named_modules():
         hidden += [f"{name}.{child}" for child in CALLED_BY_KEYWORD.get(type(module).__name__, ())]
     read = READ_BY_TYPE.get(getattr(getattr(root, "config", None), "model_type", None), ())
-    left_out = (*read, *(OF_EXPERTS if _has_fused_experts(root) else ()))
+    left_out = (*read, *(OF_EXPERTS if expert_names(root) else ()))
     for name, module in root.named_modules():
         if not name or isinstance(module, Head) or any(f"{name}.".startswith(f"{parent}.") for parent in hidden):
             continue
@@ -183,14 +183,6 @@ def _is_linear(module: nn.Module) -> bool:
     except Exception:
         return False
     return isinstance(made, torch.Tensor) and made.shape == (1, 2, module.out_features)
-
-
-def _has_fused_experts(root: nn.Module) -> bool:
-    return any(
-        name.endswith("experts") and parameter.ndim > 2
-        for name, module in root.named_modules()
-        for parameter in module.parameters(recurse=False)
-    )
 
 
 def _names_in_lists(root: nn.Module) -> Iterator[str]:
