@@ -68,12 +68,17 @@ def _by_position(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the outermost modules inside `module` that are worth tiling."""
     for child in module.children():
         is_fused = type(child).__module__.startswith("torch.")
-        is_composed = any(True for _ in child.children()) and "Linear" not in type(child).__name__
-        worth = (is_composed and not isinstance(child, _CONTAINERS)) or (_is_norm(child) and not is_fused)
+        worth = (_parts(child) > 1 and not isinstance(child, _CONTAINERS)) or (_is_norm(child) and not is_fused)
         if worth and _treats_positions_alike(child) and _takes_one(child):
             yield child
         else:
             yield from _by_position(child)
+
+
+def _parts(module: nn.Module) -> int:
+    """Counts the linear layers, adapted or not, norms and functions inside; a router has one."""
+    children = () if "Linear" in type(module).__name__ else module.children()
+    return sum(map(_parts, children)) or 1
 
 
 def _is_norm(module: nn.Module) -> bool:

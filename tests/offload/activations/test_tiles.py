@@ -240,10 +240,10 @@ class Squeezing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Linear(8, 8)
+        self.scale, self.bounded = nn.Linear(8, 8), nn.Sigmoid()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden * self.scale(hidden.mean(1, keepdim=True))
+        return hidden * self.bounded(self.scale(hidden.mean(1, keepdim=True)))
 
 
 def test_a_module_that_mixes_positions_is_refused():
@@ -252,6 +252,31 @@ def test_a_module_that_mixes_positions_is_refused():
     compute_in_tiles([block], 16)
     with pytest.raises(RuntimeError, match=r"^a Squeezing does not compute each position by itself, .*tile=null"):
         block(torch.randn(1, 40, 8))
+
+
+class Router(nn.Module):
+    """Returns logits and the chosen experts, as that of HunYuan's mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.gate(hidden)
+        return logits, logits.argmax(-1)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_router_stays_whole(adapted: bool):
+    block, hidden = Counting(), torch.randn(1, 40, 8)
+    block.router = Router()
+    if adapted:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inject_adapter_in_model(LoraConfig(target_modules=["gate"]), block)
+    expected = block.router(hidden)
+    compute_in_tiles([block], 16)
+    assert all(map(torch.equal, block.router(hidden), expected))
 
 
 def test_where_nothing_can_be_tiled_and_with_a_wrong_number_it_says_so():
