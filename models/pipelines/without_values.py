@@ -80,11 +80,22 @@ class EncoderForward:
         with _KnownIntegers():
             return self.encoder(*self.arguments, **self.keywords)
 
-    def answer(self) -> Any:
-        """Returns what the encoder would, on the CPU, with numbers that depend on the tokens alone."""
-        with _KnownIntegers():
-            found = type(self.encoder).forward(self.encoder, *self.arguments, **self.keywords)
+    def answer(self, known: dict[tuple, Any]) -> Any:
+        """Returns what the encoder would, on the CPU, with numbers that depend on the tokens alone.
+
+        Their shapes are those of `known` results, to which it adds: they depend on how many tokens there are, and on
+        all else that the encoder is given, as a mask of padding.
+        """
         tokens = self.tokens
+        given = tree_leaves((self.arguments, self.keywords))
+        seen = [
+            each if not isinstance(each, Tensor) else each.shape if each is tokens or each.is_meta else each.tolist()
+            for each in given
+        ]
+        key = self.encoder, repr(seen)
+        if key not in known:
+            with _KnownIntegers():
+                known[key] = type(self.encoder).forward(self.encoder, *self.arguments, **self.keywords)
         mask = self.keywords.get("attention_mask")
         # Padding to a common length is no part of a text.
         texts = (tokens if mask is None else tokens * mask).sum(dim=1)
@@ -94,7 +105,7 @@ class EncoderForward:
             numbers = ((numbers % TOKENS + 1) / TOKENS).to(tensor.dtype)
             return numbers.view(*numbers.shape, *[1] * (tensor.ndim - numbers.ndim)).expand(tensor.shape).clone()
 
-        return tree_map_only(Tensor, values, found)
+        return tree_map_only(Tensor, values, known[key])
 
 
 @contextmanager
@@ -104,12 +115,13 @@ def answering(encoders: Sequence[nn.Module]) -> Iterator[list[EncoderForward]]:
     Yields the list of their forwards, which grows: one for each encoder and shape of tokens.
     """
     forwards: list[EncoderForward] = []
+    known: dict[tuple, Any] = {}
 
     def forward(encoder: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         found = EncoderForward(encoder, arguments, keywords)
         if not any(each.encoder is encoder and each.tokens.shape == found.tokens.shape for each in forwards):
             forwards.append(found)
-        return found.answer()
+        return found.answer(known)
 
     with ExitStack() as stack:
         for encoder in encoders:
