@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -140,13 +140,25 @@ def two_slots() -> Mode:
     return LayerStream(slots=2)
 
 
+@cache
+def alone(make: Callable[[], Mode], dtype: torch.dtype, total: int, options: tuple[tuple[str, object], ...]) -> dict:
+    """Trains `stack(dtype)` with one process, once for all who share it in one way or another."""
+    return trained(stack(dtype), make(), NO_SHARERS, total, **dict(options))
+
+
 def compared(
-    make: Callable[[], Mode], model: nn.Module, count: int = 2, hosts: int = 1, **options
+    make: Callable[[], Mode], model: nn.Module | torch.dtype, count: int = 2, hosts: int = 1, **options
 ) -> tuple[dict, list[dict]]:
-    """Trains with one process and with sharers; fails where a loss, a weight or a state differs in a bit."""
+    """Trains with one process and with sharers; fails where a loss, a weight or a state differs in a bit.
+
+    The model of a dtype is that of `stack`.
+    """
     total = count * hosts
-    alone = {key: options[key] for key in ("scale", "master", "state_dtype") if key in options}
-    one = trained(copy.deepcopy(model), make(), NO_SHARERS, total, **alone)
+    own = {key: options[key] for key in ("scale", "master", "state_dtype") if key in options}
+    if isinstance(model, torch.dtype):
+        one, model = alone(make, model, total, tuple(own.items())), stack(model)
+    else:
+        one = trained(copy.deepcopy(model), make(), NO_SHARERS, total, **own)
     work = lambda sharers: trained(copy.deepcopy(model), make(), sharers, total, **options)  # noqa: E731
     several = as_sharers(count, work, hosts)
     # The losses of one process come by step, those of the sharers by sharer.

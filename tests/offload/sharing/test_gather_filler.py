@@ -52,7 +52,7 @@ CASES = [
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(("name", "count", "dtype"), CASES, ids=str)
 def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: torch.dtype):
-    one, several = compared(MODES[name], stack(dtype), count)
+    one, several = compared(MODES[name], dtype, count)
     for sharer in several:
         # All was summed in the step; of what streams there are norms, which are those of the sums.
         assert len(sharer["sums"]) == (0 if name == "none" else len(one["weights"]))
@@ -63,7 +63,7 @@ def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: tor
 @pytest.mark.parametrize("early", [False, True])
 def test_sharers_of_two_hosts_compute_what_one_process_does(early: bool):
     """Each host has homes of its own; gradients are summed over all."""
-    for sharer in compared(two_slots, stack(), hosts=2, early=early, scale=1.0)[1]:
+    for sharer in compared(two_slots, torch.bfloat16, hosts=2, early=early, scale=1.0)[1]:
         assert sharer["begun"] == [False, early, early]
         assert sharer["sums"]
 
@@ -72,7 +72,7 @@ def test_sharers_of_two_hosts_compute_what_one_process_does(early: bool):
 @pytest.mark.parametrize("device_share", [0, 3000])
 def test_sums_without_norms_are_made_in_slices(hosts: int, device_share: int, links: str):
     options = {"early": True, "scale": 1.0, "device_share": device_share, "takes_norms": False}
-    for sharer in compared(two_slots, stack(), hosts=hosts, **options)[1]:
+    for sharer in compared(two_slots, torch.bfloat16, hosts=hosts, **options)[1]:
         assert sharer["sums"]
         assert bool(sharer["asked"]) == (links == "collectives" or hosts > 1)
 
@@ -80,7 +80,7 @@ def test_sums_without_norms_are_made_in_slices(hosts: int, device_share: int, li
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(("name", "count", "dtype", "device_share"), EARLY, ids=str)
 def test_updates_inside_backward_are_those_after_it(name: str, count: int, dtype: torch.dtype, device_share: int):
-    for sharer in compared(MODES[name], stack(dtype), count, early=True, device_share=device_share, scale=1.0)[1]:
+    for sharer in compared(MODES[name], dtype, count, early=True, device_share=device_share, scale=1.0)[1]:
         # In the first step it is not known yet whether gradients are final.
         assert sharer["begun"] == [False, True, True]
 
@@ -97,7 +97,7 @@ def test_nobody_copies_what_a_slow_sharer_still_updates(name: str, early: bool, 
         apply(self, claims, scale)
 
     monkeypatch.setattr(HostAdamW, "apply", late_apply)
-    compared(MODES[name], stack(), early=early, scale=1.0)
+    compared(MODES[name], torch.bfloat16, early=early, scale=1.0)
     assert len(set(slow)) == 2
 
 
@@ -152,7 +152,7 @@ FORMATS = [{}, {"master": "stochastic", "state_dtype": "bf16"}, {"state_dtype": 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_states_on_the_device_or_in_8_bits_are_those_of_one_process(format: dict[str, str], device_share: int):
     """The states of some units, of all, or of none are on the devices."""
-    compared(two_slots, stack(), device_share=device_share, **format)
+    compared(two_slots, torch.bfloat16, device_share=device_share, **format)
 
 
 def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():

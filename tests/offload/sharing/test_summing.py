@@ -17,7 +17,7 @@ from offload.sharing.summing import WAITING_UNITS
 from offload.streams.stream_checker import CheckedStreams
 from offload.weights.gradients.seams import Updates
 from tests.offload.helpers.models import Stack, stack_inputs
-from tests.offload.helpers.shared_training import EARLY, MODES, STEPS, compared, same_norm, stack
+from tests.offload.helpers.shared_training import EARLY, MODES, STEPS, compared, same_norm
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 
@@ -176,7 +176,7 @@ def test_released_sums_are_those_that_are_kept(
     name: str, count: int, dtype: torch.dtype, device_share: int, hosts: int, form: dict[str, str], takes_norms: bool
 ):
     options = {"early": True, "scale": 1.0, "device_share": device_share, "takes_norms": takes_norms, **form}
-    one, several = compared(MODES[name], stack(dtype), count, hosts, releases=True, **options)
+    one, several = compared(MODES[name], dtype, count, hosts, releases=True, **options)
     for sharer in several:
         assert sharer["begun"] == [True] * STEPS
         assert len(sharer["sums"]) == len(one["weights"])
