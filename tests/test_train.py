@@ -65,7 +65,7 @@ def test_the_default_job_learns(tmp_path: Path):
 def test_every_mode_trains_alike(tmp_path: Path, options: tuple[str, ...]):
     for offload, knobs in MODES.items():
         folder = tmp_path / offload
-        run_here(folder, *QUIET, "steps=4", f"offload={offload}", *knobs, *options)
+        run_here(folder, *QUIET, "steps=3", "log_every=1", f"offload={offload}", *knobs, *options)
         moved = summary(folder)
         assert (moved["transfer/h2d_gib"] > 0) == (offload != "none")
         assert ("transfer/stall_ms" in moved) == (offload != "save_on_cpu")

@@ -51,6 +51,7 @@ CASES = [
 
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(("name", "count", "dtype"), CASES, ids=str)
+@pytest.mark.sampled
 def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: torch.dtype):
     one, several = compared(MODES[name], dtype, count)
     for sharer in several:

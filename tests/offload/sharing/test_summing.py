@@ -172,6 +172,7 @@ def test_gradients_that_would_not_be_summed_are_an_error(misuse: Callable, messa
     ids=str,
 )
 @pytest.mark.parametrize(("name", "count", "dtype", "device_share"), EARLY, ids=str)
+@pytest.mark.sampled
 def test_released_sums_are_those_that_are_kept(
     name: str, count: int, dtype: torch.dtype, device_share: int, hosts: int, form: dict[str, str], takes_norms: bool
 ):

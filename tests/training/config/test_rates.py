@@ -63,12 +63,12 @@ def test_every_option_of_a_model_is_in_the_table():
     assert EXPECTED.keys() == set(options_of("model")) - {"hf", "diffusers", "pipeline"}
 
 
-# The large ones have the values of the first of them, and take seconds.
+# The large ones have the values of the first of them, sdxl_unet those of dit_xl, and take seconds.
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in (*LARGE, "flux") and name != LARGE[0] else ())
+        pytest.param(name, marks=pytest.mark.slow if name in (*LARGE[1:], "flux", "sdxl_unet") else ())
         for name in EXPECTED
     ],
 )
