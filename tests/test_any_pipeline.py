@@ -1,6 +1,7 @@
 """What is trained with model=pipeline leaves as its pipeline loads it, and a resumed run goes on as if never ended."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -71,15 +72,26 @@ def output(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["noisy"], batch["timestep"], **given)
 
 
+@pytest.fixture(scope="module")
+def adapted(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, tuple]]:
+    """Returns the folder of a pipeline, that of a run of four steps that trains an adapter of it, and the overrides."""
+
+    @functools.cache
+    def adapted(name: str) -> tuple[Path, Path, tuple]:
+        folder, run = saved(name, tmp_path_factory), tmp_path_factory.mktemp("adapted") / "run"
+        overrides = (*job(name, folder, pictures), *LORA, "steps=4")
+        return folder, saved_run(run, *overrides), overrides
+
+    return adapted
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.slow) for name in NAMES]
 )
-def test_an_adapter_is_loaded_by_its_pipeline(name: str, pictures: Path, tmp_path: Path, tmp_path_factory):
-    folder = saved(name, tmp_path_factory)
-    overrides = (*job(name, folder, pictures), *LORA)
-    saved_run(tmp_path / "run", *overrides)
-    export(str(tmp_path / "run"), str(tmp_path / "out"), [])
-    model, batch = trained(tmp_path / "run", *overrides)
+def test_an_adapter_is_loaded_by_its_pipeline(name: str, adapted: Callable, tmp_path: Path):
+    folder, run, overrides = adapted(name)
+    export(str(run), str(tmp_path / "out"), [])
+    model, batch = trained(run, *overrides)
     expected = output(model, batch)
     pipeline = DiffusionPipeline.from_pretrained(folder)
     model.network = network_of(pipeline).eval()
@@ -138,18 +150,22 @@ def test_text_encoders_do_not_train(pictures: Path, tmp_path_factory):
         components_of(*run, "adapter.targets=['text_encoder.*']")
 
 
-def test_a_resumed_run_is_that_without_an_end(tmp_path: Path, tmp_path_factory):
-    pictures = draw_pictures(tmp_path / "pictures")
-    run = (*job("sdxl", saved("sdxl", tmp_path_factory), pictures), *LORA, "steps=4")
-    run_here(tmp_path / "whole", *run)
-    checkpoints = tmp_path / "whole" / "checkpoints"
+def test_a_resumed_run_is_that_without_an_end(adapted: Callable, pictures: Path, tmp_path: Path):
+    _, whole, run = adapted("sdxl")
+    checkpoints = whole / "checkpoints"
     run_here(tmp_path / "resumed", *run, f"resume={checkpoints / 'step-00000002'}")
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[2:]
+    assert losses(tmp_path / "resumed") == losses(whole)[2:]
     last = "step-00000004"
     assert content(tmp_path / "resumed" / "checkpoints" / last) == content(checkpoints / last)
+    caption = (pictures / "0.txt").read_text()
     (pictures / "0.txt").write_text("another caption")
-    with pytest.raises(UserError, match="a picture, a mask or a caption has changed, or is new or gone; restore it"):
-        run_here(tmp_path / "other", *run, f"resume={checkpoints / 'step-00000002'}")
+    try:
+        with pytest.raises(
+            UserError, match="a picture, a mask or a caption has changed, or is new or gone; restore it"
+        ):
+            run_here(tmp_path / "other", *run, f"resume={checkpoints / 'step-00000002'}")
+    finally:
+        (pictures / "0.txt").write_text(caption)
 
 
 def test_losses_are_those_of_a_loop_of_diffusers_and_peft(tmp_path: Path, tmp_path_factory):
@@ -205,15 +221,12 @@ def test_losses_are_those_of_a_loop_of_diffusers_and_peft(tmp_path: Path, tmp_pa
     assert found == losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize("mode", ["bounce_linear", "shard_offload"])
 @pytest.mark.usefixtures("small_activations")
-def test_weights_in_float32_beside_bf16_train_alike_in_every_mode(
-    mode: str, pictures: Path, tmp_path, tmp_path_factory
-):
+def test_weights_in_float32_beside_bf16_train_alike_in_every_mode(pictures: Path, tmp_path: Path, tmp_path_factory):
     run = (*job("wan", saved("wan", tmp_path_factory), pictures), *MIXED, "clip_norm=0.1", "microbatches=2")
-    run_here(tmp_path / mode, *run, f"offload={mode}", *small_modes()[mode])
-    run_here(tmp_path / "none", *run, "offload=none")
-    assert curve(tmp_path / mode) == curve(tmp_path / "none")
+    for mode in ("none", "bounce_linear", "shard_offload"):
+        run_here(tmp_path / mode, *run, f"offload={mode}", *small_modes()[mode])
+        assert curve(tmp_path / mode) == curve(tmp_path / "none"), mode
 
 
 def test_a_run_saves_the_dtypes_that_its_library_loads(pictures: Path, tmp_path: Path, tmp_path_factory):

@@ -27,9 +27,8 @@ def test_the_experiment_trains_on_what_the_script_makes(tmp_path: Path, monkeypa
     monkeypatch.setattr(sys, "argv", ["tiny_pipeline.py", "shapes", "--count=12", "--vae-steps=2"])
     tiny_pipeline.main()
     assert len({path.read_text() for path in (tmp_path / "shapes" / "pictures").glob("*.txt")}) == 12
-    run_here(
-        tmp_path / "run", "experiment=pictures", "steps=3", "log_every=1", "batch_size=2", "device=cpu", "hardware=h200"
-    )
+    few = ("steps=3", "log_every=1", "batch_size=2", "task.sample_steps=2", "device=cpu", "hardware=h200")
+    run_here(tmp_path / "run", "experiment=pictures", *few)
     found = losses(tmp_path / "run")
     assert len(found) == 3
     assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 2

@@ -157,7 +157,7 @@ def test_encoders_stream_where_the_mode_can(pipeline_of, pictures: Path):
 def test_what_does_not_fit_is_refused_before_anything_is_encoded(
     pipeline_of, pictures: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ):
-    overrides = given("sdxl", pipeline_of("sdxl"), pictures)
+    overrides = given("stable_diffusion", pipeline_of("stable_diffusion"), pictures)
     summary = plan_only(*composed(*overrides, "vram_budget=100KiB", run_dir=tmp_path))
     assert "encoding: vram_budget: " in summary["reason"]
     assert "take a smaller dataset.size, or encode where there is more (steps=1)" in summary["reason"]

@@ -131,7 +131,7 @@ def test_a_network_with_overrides_is_called_as_its_own(
     pipeline_of, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its pipeline asks whether it takes a guidance: with the call of another it would train without one."""
-    overrides = [*given("sdxl", pipeline_of("sdxl"), pictures), "model.weights=null"]
+    overrides = [*given("stable_diffusion", pipeline_of("stable_diffusion"), pictures), "model.weights=null"]
     guided = "model.overrides={time_cond_proj_dim: 8}"
     run_here(tmp_path / "others", *overrides)
     run_here(tmp_path / "after", *overrides, guided)
