@@ -19,6 +19,7 @@ from tests import ROOT
 from tests.models.helpers.saving import save_weights
 from tests.training.helpers.in_process import SMALL_RUN, command_here, run_here
 from tests.training.helpers.modes import moves_activations, small_modes, streams_weights
+from tests.training.helpers.wandb_files import summary_of
 from training.errors import UserError
 from training.run.build import RankJob
 from training.runs.failures import explain
@@ -134,8 +135,7 @@ def test_a_run_of_its_own_writes_to_its_directory_only_as_wandb_has_it_and_is_a_
     assert {"metrics.jsonl", "summary.json", "config.yaml", "choices.yaml", "train.log", "wandb"} <= names
     assert ".hydra" not in names
     (sync_dir,) = (folder / "wandb").glob("offline-run-*")
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", sync_dir]
-    read = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    read = summary_of(sync_dir)
     # The summary has the statistics of the run, and for other metrics the values of the last record.
     written = {**metrics(folder)[-1], **summary(folder)}
     expected = {key: value for key, value in written.items() if value is not None}

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 
 def wandb_runs(run_dir):
@@ -10,7 +9,13 @@ def wandb_runs(run_dir):
 
 
 def leet_inspect(wandb_run, *flags):
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *flags, str(wandb_run)]
+    """Returns what `wandb leet inspect --json` prints, by the program that it calls: Python would import wandb."""
+    # Not at the top: it takes a second.
+    from wandb.util import get_core_path
+
+    (file,) = wandb_run.glob("run-*.wandb")
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", *flags]
+    command += ["--run-file", str(file), str(wandb_run.parent)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
 
 
