@@ -79,8 +79,10 @@ class Longest:
             raise UserError(f"{asked}, which have no seq_len: leave it out")
         if first.mode.foreign:
             raise UserError(f"seq_len={LONGEST}: {FOREIGN}: give a number")
-        few, more = (_operations(components(tokens * divisor, first.model)) for tokens in (FEW, 2 * FEW))
-        if more > LOOPS * few:
+        of_model = min(_most_tokens(first) or MOST_TOKENS, MOST_TOKENS)
+        few = min(FEW, of_model // 2 // divisor) * divisor
+        one, two = (_operations(components(tokens, first.model)) if few else 0 for tokens in (few, 2 * few))
+        if two > LOOPS * one:
             raise UserError(
                 f"seq_len={LONGEST}: the model computes one token after another, as Mamba without its kernels, so plans"
                 " of long sequences take minutes: give a number"
@@ -99,14 +101,14 @@ class Longest:
                 raise UserError(f"seq_len={LONGEST}: {unplanned[0]}: give a number")
             return {key: plan.totals[key] - limit.nbytes for key, limit in plan.limits().items()}
 
-        of_model = _most_tokens(first)
         with phase("looking for the longest sequence"):
-            low, high = bounds(excess, min(of_model or MOST_TOKENS, MOST_TOKENS), divisor)
+            low, high = bounds(excess, of_model, divisor)
         if high is not None:
             short = shortfalls(plans[high].totals, plans[high].exceeded())
             why = Choice.of(low or high, f"{high} does not fit ({short})", "longest")
         else:
-            why = Choice.of(low, "the model has no more positions" if of_model else "no longer one is tried", "longest")
+            ends = "no longer one is tried" if of_model == MOST_TOKENS else "the model has no more positions"
+            why = Choice.of(low, ends, "longest")
         chosen, reasons = {"seq_len": low or high}, {"seq_len": why}
         if tile is not None:
             chosen["recompute.tile"] = tile

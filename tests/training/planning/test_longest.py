@@ -156,6 +156,11 @@ def test_positions_bound_it(planned):
     assert found.reasons["seq_len"] == "1024, because the model has no more positions"
 
 
+def test_few_positions_bound_it():
+    sizes = "model.overrides={n_layer: 1, n_embd: 32, n_head: 2, vocab_size: 300, n_positions: 48}"
+    assert longest(*SMALL[:2], *GPT2[:2], sizes, "plan=true", "batch_size=1").chosen == {"seq_len": 48}
+
+
 @pytest.mark.slow
 def test_microbatches_are_those_of_the_length(planned):
     """Where sequences are short a microbatch has several: bytes do not grow until it has one."""
