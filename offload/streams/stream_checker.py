@@ -46,6 +46,7 @@ class DeviceWork(UncompiledMode):
         super().__init__()
         self._homes = sorted(homes, key=lambda home: home[0].data_ptr())
         self._starts = [memory.data_ptr() for memory, _ in self._homes]
+        self._ends = [memory.data_ptr() + memory.nbytes for memory, _ in self._homes]
         self._on_compute = on_compute
         # Storages that were made inside the block: True for those of the host, False for those of either side.
         self._made: dict[int, tuple[StorageWeakRef, bool]] = {}
@@ -72,7 +73,7 @@ class DeviceWork(UncompiledMode):
             with autocast_of_caller():
                 result = function(*arguments, **keywords)
         # A copy to a device that is named, as by `tensor.to(device, copy=True)`, is there.
-        is_sent = function.name() in COPIES and keywords.get("device") is not None
+        is_sent = keywords.get("device") is not None and function.name() in COPIES
         if False not in sides and not is_sent:
             for tensor in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
                 self._note(tensor, is_host=True in sides)
@@ -80,19 +81,19 @@ class DeviceWork(UncompiledMode):
 
     def _is_host(self, tensor: torch.Tensor) -> bool | None:
         """True for host memory, False for the device's, None for what may be on either side."""
-        if self._home(tensor) is not None:
+        address = tensor.data_ptr()
+        index = bisect_right(self._starts, address) - 1
+        if index >= 0 and address < self._ends[index]:
             return True
-        reference, is_host = self._made.get(tensor.data_ptr(), (None, False))
-        if reference is None or reference.expired():
+        made = self._made.get(address)
+        if made is None or made[0].expired():
             return False
-        return is_host or None
+        return made[1] or None
 
     def _home(self, tensor: torch.Tensor) -> str | None:
         address = tensor.data_ptr()
         index = bisect_right(self._starts, address) - 1
-        if index < 0 or address >= self._starts[index] + self._homes[index][0].nbytes:
-            return None
-        return self._homes[index][1]
+        return self._homes[index][1] if index >= 0 and address < self._ends[index] else None
 
     def _note(self, tensor: torch.Tensor, is_host: bool) -> None:
         if tensor.numel():
@@ -103,7 +104,7 @@ def _tensors(values: Iterable[object]) -> Iterable[torch.Tensor]:
     """Yields the tensors that have memory, also those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and value.device.type == "cpu":
+            if value.is_cpu and value.layout is torch.strided:
                 yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
