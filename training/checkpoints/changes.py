@@ -25,7 +25,7 @@ MAY_CHANGE = (
 # These optimizers compute the same from the same states, so a run may resume with the other one.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
 ABSENT_KEYS = {"ema": "null", "optimizer.master": "compact", "optimizer.state_dtype": "fp32"}
-ABSENT_KEYS |= {"dataset.overrides": "null", "parallel.sequence": "1"}
+ABSENT_KEYS |= {"dataset.overrides": "null", "parallel.sequence": "1", "recompute.tile": "null"}
 ABSENT = "absent"
 
 
@@ -63,6 +63,12 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
             "parallel.sequence: was %s, is %s: losses and gradients are sums of other parts than before, so the rest of"
             " the run differs in rounding from what it would have been",
             *changed["parallel.sequence"],
+        )
+    if "recompute.tile" in changed:
+        logger.warning(
+            "recompute.tile: was %s, is %s: gradients of weights are sums over other tiles than before, and dropout"
+            " inside an MLP draws other masks, so the rest of the run differs from what it would have been",
+            *changed["recompute.tile"],
         )
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:

@@ -60,6 +60,17 @@ def test_more_steps_of_a_falling_rate_are_a_warning(tmp_path: Path, run_here, at
     assert "steps: was 6, is 8: the learning rate falls over all steps" in caplog.text
 
 
+def test_other_tiles_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    whole, tiled = (composed(*TINY_RUN, f"recompute.tile={tile}")[0] for tile in ("null", 16))
+    before = parse_yaml(config_text(whole))
+    # A checkpoint from before this key.
+    del before["recompute"]["tile"]
+    refuse_changes(whole, before, tmp_path, "resume=x")
+    assert not caplog.text
+    refuse_changes(tiled, before, tmp_path, "resume=x")
+    assert "recompute.tile: was null, is 16: gradients of weights are sums over other tiles" in caplog.text
+
+
 def test_ranks_that_divide_sequences_from_now_on_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     one, divided = (composed(*TINY_RUN, *keys)[0] for keys in ((), ("devices=2", "parallel.sequence=2")))
     before = parse_yaml(config_text(one))
