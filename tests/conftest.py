@@ -75,7 +75,7 @@ def pytest_collection_finish() -> None:
     # young objects are looked at more rarely too.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)
+    gc.set_threshold(100_000)
     # It counts them one by one, in 30 ms, and each run within this process asks whether there are any.
     gc.get_freeze_count = lambda: 1
     _seed_no_absent_devices()

@@ -108,6 +108,7 @@ def test_an_adapter_for_all_experts_of_a_layer_is_of_the_size_of_one():
     assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [Lora(4, 8, experts=True), RsLora(4, 8, experts=True), Lora(4, 8, experts="shared")])
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_peft_reads_the_files_and_computes_and_merges_the_same(tmp_path: Path, name: str, kind: Lora):

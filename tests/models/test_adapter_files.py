@@ -69,6 +69,7 @@ def test_peft_reads_the_adapter_of_our_model(tmp_path: Path, kind: type[Lora]):
     assert [file.name for file in sorted(tmp_path.iterdir())] == [CONFIG_FILE, WEIGHTS_FILE]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_tied", "mixtral"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_reads_the_adapter_of_a_model_of_transformers(tmp_path: Path, name: str, kind: type[Lora]):

@@ -45,6 +45,7 @@ def changed(tmp_path: Path) -> Callable[[str, Callable[[dict[str, Tensor]], obje
 
 
 class TestBothWays:
+    @pytest.mark.sampled
     @pytest.mark.parametrize("name", MODELS)
     def test_what_transformers_saved_is_loaded(self, name: str, tmp_path: Path):
         model = trained(name)

@@ -59,6 +59,7 @@ def own(fill: Callable[[Own], None], value: Callable[[], Tensor] = lambda: torch
 
 
 class TestDistributions:
+    @pytest.mark.sampled
     @pytest.mark.parametrize("name", [*MODELS, "rwkv", "xlstm"])
     def test_they_are_those_of_transformers(self, name: str):
         expected = tiny(name)

@@ -271,6 +271,7 @@ def test_the_search_is_left_out_in_one_thread_alone():
     assert found[0] is not None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["bart", *sorted(LANGUAGE.keys() - WITH_EXPERTS)])
 def test_a_step_reads_nothing_back(name: str):
     model = tiny(name, "meta").train()

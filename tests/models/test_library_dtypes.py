@@ -57,6 +57,7 @@ def in_bf16(name: str, folder: Path) -> DiffusersNetwork:
     return model
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CLASSES)
 @torch.no_grad()
 def test_a_class_of_diffusers_is_as_its_library_loads_it(tmp_path: Path, name: str):
@@ -87,6 +88,7 @@ def in_bf16_hf(name: str, folder: Path) -> TransformersModel:
     return model
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", TINY)
 @torch.no_grad()
 def test_a_model_of_transformers_is_as_its_library_loads_it(tmp_path: Path, name: str):

@@ -82,6 +82,7 @@ def of_the_resident_model(name: str, order: tuple[int, ...]) -> tuple:
     return trained(name, Resident(), order)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mode", "order"),
     [

@@ -75,6 +75,7 @@ def steps(model, attached, optimizer, count: int, device: str, early: bool | Non
         optimizer.zero_grad()
 
 
+@pytest.mark.sampled
 @on_devices
 @on_cases
 def test_steps_leave_nothing_behind(make: Callable, early: bool | None, device: str, locks: FakeRuntime):

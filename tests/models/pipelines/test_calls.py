@@ -17,6 +17,7 @@ from tests.models.helpers.tiny_pipelines import PIPELINES, made, mochi, network_
 SIZE, CAPTIONS = (32, 64), ("a cube", "a big red cube, with a hat")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -14,6 +14,7 @@ from tests.models.helpers.tiny_pipelines import PIPELINES, made, network_of, sav
 CPU, PROMPT, SIZE = torch.device("cpu"), "a red cube", (32, 32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_picture_is_that_of_the_pipeline(name: str, tmp_path_factory: pytest.TempPathFactory):
     folder, pipeline = saved(name, tmp_path_factory), made(name)

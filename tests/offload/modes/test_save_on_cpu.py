@@ -13,6 +13,7 @@ from tests.offload.helpers.models import Stack, same_as_resident, stack_inputs, 
 from tests.offload.helpers.modes import WEIGHTS
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
 def test_save_on_cpu_equals_resident(weights: str, checkpointing: str | None):

@@ -161,6 +161,7 @@ def test_modules_hold_their_own_parameters_after_a_step():
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpoint", [True, False])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("around", ["the microbatches", "each"])

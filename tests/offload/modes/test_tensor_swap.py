@@ -51,6 +51,7 @@ def test_equals_resident_with_blocks_that_are_recomputed_after_attaching(weights
     assert_same(train(swapped, recomputing(TensorSwap(WEIGHTS[weights]()))), train(resident, Resident()))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(("budget", "prefetch_bytes"), [(3000, 2000), (0, 0)])
 def test_a_budget_and_no_prefetch_change_no_number(

@@ -60,6 +60,7 @@ def scaled_step(optimizer: HostAdamW, scaler: torch.amp.GradScaler) -> None:
     scaler.update()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("infinite", [None, 0, 2])
 @pytest.mark.parametrize("overlap", [None, DEFERRED, TRIALS], ids=["step", "deferred", "speculative"])
 def test_a_scaler_changes_nothing_but_what_it_skips(overlap: dict | None, infinite: int | None):

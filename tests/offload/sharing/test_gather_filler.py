@@ -69,6 +69,7 @@ def test_sharers_of_two_hosts_compute_what_one_process_does(early: bool):
         assert sharer["sums"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("device_share", [0, 3000])
 def test_sums_without_norms_are_made_in_slices(hosts: int, device_share: int, links: str):
@@ -78,6 +79,7 @@ def test_sums_without_norms_are_made_in_slices(hosts: int, device_share: int, li
         assert bool(sharer["asked"]) == (links == "collectives" or hosts > 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(("name", "count", "dtype", "device_share"), EARLY, ids=str)
 def test_updates_inside_backward_are_those_after_it(name: str, count: int, dtype: torch.dtype, device_share: int):

@@ -102,6 +102,7 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("way", ["all", "in slices", "in place"])

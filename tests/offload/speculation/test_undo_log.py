@@ -140,6 +140,7 @@ def test_any_bits_come_back(
     assert_same_bits(on, before)
 
 
+@pytest.mark.sampled
 @EVERY
 @pytest.mark.parametrize(("weight", "gradient"), [(w, g) for w in DTYPES for g in DTYPES])
 def test_steps_are_undone_one_by_one_on_any_number_of_elements(format: StateFormat, weight, gradient):

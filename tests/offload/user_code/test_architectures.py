@@ -27,6 +27,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_trains_as_it_does_resident(name: str, mode: str):
     """The stream checker also sees operations that read weights in host memory, which a GPU would refuse."""

@@ -138,6 +138,7 @@ def test_nothing_is_computed_with_a_buffer_that_nobody_filled(make: Callable[[],
         use(model, attached)
 
 
+@pytest.mark.sampled
 @EVERY_MODE
 @pytest.mark.parametrize("fill", WAYS)
 def test_a_model_that_was_filled_trains_like_one_that_was_built_on_the_cpu(make: Callable[[], Mode], fill: Callable):

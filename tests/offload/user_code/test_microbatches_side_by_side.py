@@ -202,6 +202,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @BOTH
 @pytest.mark.parametrize("case", CASES)
 def test_each_microbatch_sees_its_own(make: Callable, case: str):
@@ -215,6 +216,7 @@ APART = {
 }
 
 
+@pytest.mark.sampled
 @BOTH
 @pytest.mark.parametrize("name", APART)
 @as_resident()

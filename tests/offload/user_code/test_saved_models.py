@@ -51,6 +51,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8)) for _ in range(4)))
 
 
+@pytest.mark.sampled
 @EVERY_MODE_OR_NONE
 @pytest.mark.parametrize("copied", [copy.deepcopy, filed])
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -202,6 +202,7 @@ def test_recomputed_blocks_of_every_mode(make: Callable[[], Mode], part: Callabl
     same_as_resident(made(part), recomputing(make()), steps=2, microbatches=2)
 
 
+@pytest.mark.sampled
 @EVERY_PART
 def test_recomputes_that_run_to_their_end(part: Callable[[], nn.Module]):
     with set_checkpoint_early_stop(False):

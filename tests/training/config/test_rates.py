@@ -64,6 +64,7 @@ def test_every_option_of_a_model_is_in_the_table():
 
 
 # The large ones have the values of the first of them, sdxl_unet those of dit_xl, and take seconds.
+@pytest.mark.sampled
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize(
     "model",

@@ -80,6 +80,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gamma", [None, 5.0])
 @pytest.mark.parametrize(
     ("name", "config"),

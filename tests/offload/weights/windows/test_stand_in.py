@@ -301,6 +301,7 @@ LISTED = pytest.mark.parametrize("listed", [False, True], ids=["attributes", "li
 CHANGES = pytest.mark.parametrize("change", [leaves_it, gives_a_scale, gives_data])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("between", [scale_is_doubled, another_scale, another_factor, another_weight])
 @CHANGES
 @LISTED

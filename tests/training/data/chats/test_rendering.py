@@ -132,6 +132,7 @@ def test_the_last_turn_may_end_as_no_other_does() -> None:
 
 
 # Messages of LLaVA-NeXT are lists of parts.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "file", [file for file in MARKED_BY_TRL if file.stem != "llava_next_training"], ids=lambda file: file.stem
 )
