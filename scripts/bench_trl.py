@@ -193,12 +193,14 @@ def main() -> None:
     )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    values = dict(pair.split("=", 1) for pair in options.set)
+    if options.long and "seq_len" not in values:
+        parser.error("--long: a chat fills a row of seq_len tokens: add seq_len=N to --set")
     if options.row:
         print(json.dumps(run_trl(options)))
         return
     with tempfile.TemporaryDirectory() as folder:
         chats = Path(folder) / "chats.jsonl"
-        values = dict(pair.split("=", 1) for pair in options.set)
         write_chats(chats, options.chats, *([2 * int(values["seq_len"])] if options.long else []))
         common = overrides_of(options, chats)
         print(" ".join(common[1:]), flush=True)

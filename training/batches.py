@@ -50,7 +50,7 @@ def real_tokens(batch: dict[str, Tensor]) -> Tensor | None:
     """Tells tokens from padding, bool in the shape of a text's `input_ids`; None if all are tokens."""
     if "segments" in batch:
         return batch["segments"] >= 0
-    if "lengths" in batch:
+    if {"lengths", "input_ids"} <= batch.keys():
         ids = batch["input_ids"]
         return torch.arange(ids.shape[-1], device=ids.device) < batch["lengths"][..., None]
     return None

@@ -129,11 +129,16 @@ def _exchanges_counted(config: DictConfig, model: nn.Module, links: PlannedShare
 
 def forward_flops(components: Components) -> float:
     """Returns the FLOPs of a step's forwards alone: the forward of a head may compute gradients too (`models.loss`)."""
-    tracker, model = MemoryTracker(), components.model
-    example = meta_part(components, 1)
+    tracker = MemoryTracker()
+    count_forward(components, tracker)
+    return tracker.flops * components.config.batch_size * components.config.parallel.sequence
+
+
+def count_forward(components: Components, tracker: MemoryTracker) -> None:
+    """Lets `tracker` count the forward of one example, without gradients and outside of any mode."""
+    model, example = components.model, meta_part(components, 1)
     with left_as_found(model), fused_kernels(tracker.add_flops), torch.no_grad(), tracker.recording():
         loss_to_train(components.task, model, example)
-    return tracker.flops * components.config.batch_size * components.config.parallel.sequence
 
 
 def without_dry_run(components: Components) -> DryRun:

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from omegaconf import DictConfig
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.planning import fused_kernels, left_as_found
+from offload.planning import MemoryTracker
 from training.config.declare import AUTO, LONGEST
 from training.config.rates import Choice
 from training.errors import UserError
 from training.metrics.progress import phase
-from training.planning.dry_step import meta_part
+from training.planning.dry_step import count_forward
 from training.planning.fit import shortfalls
 from training.planning.machine import Machine, machine_of
 from training.planning.notes import FOREIGN
@@ -30,7 +29,6 @@ from training.planning.report import RunPlan
 from training.runs.invocation import Invocation
 from training.settle.components import Components, recomputes
 from training.settle.tiles import usual_tile
-from training.tasks.task import loss_to_train
 
 # Lengths are multiples of FINE, and from COARSE_FROM tokens on of COARSE.
 FINE, COARSE, COARSE_FROM = 256, 1024, 16384
@@ -118,26 +116,15 @@ class Longest:
         return cls(chosen, reasons, invocation, machine, first.model, steps)
 
 
-class _Operations(TorchDispatchMode):
-    """Counts torch's operations inside the block."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        self.count += 1
-        return function(*arguments, **(keywords or {}))
-
-
 def _operations(components: Components) -> int:
-    """Returns the number of operations in the forward of a sequence; those before an error, of which plans tell."""
-    model, counted = components.model, _Operations()
-    with suppress(Exception), left_as_found(model), fused_kernels(_nothing), torch.no_grad(), counted:
-        loss_to_train(components.task, model, meta_part(components, 1))
-    return counted.count
+    """Returns the number of operations that take time in the forward of a sequence.
 
-
-def _nothing(flops: float, kind: str | None = None) -> None:
-    pass
+    After an error, of which plans tell, it is those before.
+    """
+    spent: list[tuple] = []
+    with suppress(Exception):
+        count_forward(components, MemoryTracker(lambda *work: spent.append(work)))
+    return len(spent)
 
 
 def bounds(excess: Callable[[int], Mapping[str, int]], most: int, divisor: int = 1) -> tuple[int, int | None]:
