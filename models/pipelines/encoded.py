@@ -35,7 +35,7 @@ LIBRARIES = ("diffusers", "transformers")
 END = 1 << 26
 INDEX = "model_index.json"
 # Of the files; those of another one are not read.
-VERSION = 6
+VERSION = 7
 # The calls of plans that are being made, by the path of the folder and the shape of latents.
 _planned: dict[Path, dict[tuple[int, ...], NetworkCall]] = {}
 

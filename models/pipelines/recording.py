@@ -277,8 +277,10 @@ class Recorder:
         answer = digits_of(shape, digit).to(bound[first])
         return _Answer((list(answer) if first in record.lists else answer,))
 
-    def _step(self, record: Record, predicted: Tensor, step: Any, sample: Tensor, *_: Any, **__: Any) -> _Answer:
-        record.predicted, record.sample = predicted.cpu(), sample.cpu()
+    def _step(self, record: Record, predicted: Tensor, step: Any, sample: Tensor, *_: Any, **others: Any) -> _Answer:
+        # With a time for each token, diffusers' scheduler takes a step along the negative velocity.
+        by_token = others.get("per_token_timesteps") is not None
+        record.predicted, record.sample = (-predicted if by_token else predicted).cpu(), sample.cpu()
         scheduler = self._pipeline.scheduler
         record.steps = [float(number) for number in scheduler.timesteps[:2]]
         record.inverted = bool(scheduler.config.get("invert_sigmas"))

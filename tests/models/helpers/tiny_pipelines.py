@@ -174,6 +174,11 @@ def ltx() -> DiffusionPipeline:
     )  # fmt: skip
 
 
+def ltx_condition() -> DiffusionPipeline:
+    """It gives its scheduler the negative velocity, with a time for each token."""
+    return diffusers.LTXConditionPipeline(**ltx().components)
+
+
 def stable_diffusion() -> DiffusionPipeline:
     return diffusers.StableDiffusionPipeline(
         scheduler=diffusers.PNDMScheduler(

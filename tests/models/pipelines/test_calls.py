@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from models.pipelines.calls import NetworkCall
 from models.pipelines.recording import Asked, Recorder
-from tests.models.helpers.tiny_pipelines import PIPELINES, made, mochi, network_of
+from tests.models.helpers.tiny_pipelines import PIPELINES, ltx_condition, made, mochi, network_of
 
 SIZE, CAPTIONS = (32, 64), ("a cube", "a big red cube, with a hat")
 
@@ -74,19 +75,22 @@ def test_the_network_gets_what_its_pipeline_gives_it(name: str, size: tuple[int,
 
 
 @torch.no_grad()
-def test_times_and_velocities_of_a_scheduler_that_counts_from_noise_to_image_are_turned():
+@pytest.mark.parametrize(("make", "counts_up"), [(mochi, True), (ltx_condition, False), (PIPELINES["wan"], False)])
+def test_times_and_velocities_of_a_scheduler_are_turned_where_it_goes_the_other_way(make, counts_up: bool):
     """Euler's method from noise at 1000 to the image at 0 makes what the pipeline makes in two steps."""
-    pipeline, size = mochi(), (1, *SIZE)
+    pipeline, size = make(), (1, *SIZE)
     recorder = Recorder(pipeline, pipeline.transformer, torch.device("cpu"))
     call, asked = NetworkCall.of(recorder, size), Asked(CAPTIONS[:1], size, size)
     batch = call.merged([call.conditions(recorder.record(asked))])
     points = noise = torch.randn(1, *call.noise)
-    given = recorder.given(asked, steps=2, guidance=1.0, output_type="latent") | {"latents": noise}
-    theirs, (first, second) = pipeline(**given)[0], pipeline.scheduler.timesteps.tolist()
-    for number, following in ((1000 - first, 1000 - second), (1000 - second, 0)):
+    given = recorder.given(asked, steps=2, guidance=1.0, output_type="latent")
+    with patch(f"{type(pipeline).__mro__[1].__module__}.randn_tensor", lambda *_, **__: noise):
+        theirs, (first, second) = pipeline(**given)[0], pipeline.scheduler.timesteps.tolist()
+    numbers = [1000 - first, 1000 - second, 0] if counts_up else [first, second, 0]
+    for number, following in pairwise(numbers):
         output = pipeline.transformer(**call.filled(points, torch.tensor([number]), batch))[0]
         points = points + (following - number) / 1000 * call.prediction(output, points)
-    assert first < second
+    assert (first < second) == counts_up
     torch.testing.assert_close(points, theirs, rtol=1e-4, atol=1e-4)
 
 
