@@ -37,6 +37,13 @@ SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
 SEES_ALL, IS_CAUSAL = "use_bidirectional_attention", "is_causal"
 # The key of the language whose layers a model takes, X-MOD.
 LANGUAGE = "default_language"
+# By type, the keys with the values at which transformers' loss is the cross-entropy of next tokens, as here.
+PLAIN_LOSS = {
+    "bamba": {"z_loss_coefficient": (0.0, None)},
+    "prophetnet": {"disable_ngram_loss": (True,), "eps": (0.0,)},
+}
+# The same of a classifier of any type: of others an image has several classes, or numbers.
+OF_ONE_CLASS = {"problem_type": ("single_label_classification", None)}
 # Architectures that seed torch anew in each forward, by a number that nobody chose.
 NEVER_TWICE_ALIKE = ("reformer",)
 # Architectures that transformers has among the image classifiers, and what their forward takes.
@@ -176,6 +183,13 @@ class Source:
                 f"{LANGUAGE}=null: {config.model_type} has layers for each language: give that of the text in"
                 f" model.overrides, one of {', '.join(config.languages)}"
             )
+        of_loss = OF_ONE_CLASS if self.task == CLASSIFICATION else PLAIN_LOSS.get(config.model_type, {})
+        for key, plain in of_loss.items():
+            if (value := getattr(config, key, None)) not in plain:
+                raise ValueError(
+                    f"{key}={value}: {config.model_type} trains with another loss than cross-entropy, which is not"
+                    f" computed here: take another model, or {plain[0]} in model.overrides"
+                )
         for part in sub_configs(config):
             if hasattr(part, "use_cache"):
                 part.use_cache = False

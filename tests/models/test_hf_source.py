@@ -54,6 +54,24 @@ class TestFindSource:
             embeds.config()
         assert embeds.config({"is_causal": True}).is_causal
 
+    @pytest.mark.parametrize(
+        ("values", "task", "mended"),
+        [
+            ({"model_type": "bamba", "z_loss_coefficient": 0.1}, "causal_lm", {"z_loss_coefficient": 0.0}),
+            ({"model_type": "prophetnet"}, "causal_lm", {"disable_ngram_loss": True}),
+            ({"model_type": "prophetnet", "disable_ngram_loss": True, "eps": 0.1}, "causal_lm", {"eps": 0.0}),
+            *(
+                ({"model_type": "vit", "problem_type": problem}, "classification", {"problem_type": None})
+                for problem in ("multi_label_classification", "regression")
+            ),
+        ],
+    )
+    def test_another_loss_than_cross_entropy_is_refused(self, tmp_path: Path, values: dict, task: str, mended: dict):
+        source = find_source(folder_of(values, tmp_path), task)
+        with pytest.raises(ValueError, match=rf"^{next(iter(mended))}=.* trains with another loss than cross-entropy"):
+            source.config()
+        source.config(mended)
+
     def test_a_model_with_layers_for_each_language_needs_one(self):
         source = find_source("xmod", "causal_lm")
         with pytest.raises(ValueError, match=r"^default_language=null: xmod has layers for .* one of en_XX$"):

@@ -160,12 +160,17 @@ def refusing(before: str, advice: str = ADVICE) -> Iterator[None]:
 
 
 def of_file(given: str, path: Path) -> LibraryTokenizer:
-    """Reads a tokenizer.json, and what tokenizer_config.json beside it says. Raises UserError for another file."""
+    """Reads a tokenizer.json, and what tokenizer_config.json beside it says. Raises UserError for another file.
+
+    One that names a class has that of its folder: the class may replace what cuts texts, and has settings of its own.
+    """
     from tokenizers import Tokenizer
 
+    values = values_of(path.parent)
+    if path.name == TOKENIZER_FILE and "tokenizer_class" in values:
+        return of_folder(given, path.parent)
     with refusing(f"{KEY}={given}: not a Hugging Face tokenizers JSON file"):
         tokenizer = Tokenizer.from_file(str(path))
-    values = values_of(path.parent)
     special = {name: text for name in values if name.endswith("_token") and (text := token_in(values, name))}
     known = {name: text for name, text in special.items() if tokenizer.token_to_id(text) is not None}
     template = path.parent / TEMPLATE_FILE

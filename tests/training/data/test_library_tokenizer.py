@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
 from tests.training.helpers.pretrained_folder import small_tokenizer
 from training.data.library_tokenizer import files_in, has_tokenizer, token_in, values_of
@@ -114,6 +115,19 @@ def test_the_advice_for_a_tokenizer_without_end_of_text_works(tmp_path: Path) ->
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
     for given in (tmp_path / "tokenizer.json", tmp_path):
         assert load_tokenizer(given).end_of_text_id == 0
+
+
+@pytest.mark.parametrize("setting", ["add_prefix_space", "split_special_tokens"])
+def test_a_file_of_a_folder_with_a_class_is_read_as_the_folder(
+    tokenizer: Tokenizer, tmp_path: Path, setting: str
+) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    values = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", setting: True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path), "the cat</s>"
+    for given in (tmp_path / "tokenizer.json", tmp_path):
+        loaded = load_tokenizer(given)
+        assert list(loaded.encode_batch([text])[0]) == theirs(text, add_special_tokens=False).input_ids
 
 
 @pytest.mark.parametrize("begins", [True, False])
