@@ -103,7 +103,13 @@ def writer(
     components, checkpoint = components_of(options)
     config = components.config
     from training.planning.fit import refuse_text
-    from training.tasks.text_samples import check_vocabulary, refuse_model, refuse_positions, tokenizer_of
+    from training.tasks.text_samples import (
+        check_vocabulary,
+        refuse_model,
+        refuse_positions,
+        tokenizer_of,
+        warn_of_not_done,
+    )
     from training.weights.model_tokenizer import stops_of
 
     if "pipeline" in config.dataset:
@@ -118,6 +124,7 @@ def writer(
     refuse_text(components, positions)
     if positions > config.seq_len:
         print(f"note: the text may be longer than seq_len={config.seq_len}, the longest in training", file=sys.stderr)
+    warn_of_not_done(config)
     drawing = {name: getattr(options, name) for name in RANGES}
     with filled(components, checkpoint, options.seed) as (model, device):
         yield Writer(model, device, config, tokenizer, stops_of(config, tokenizer), drawing), prompt

@@ -1,5 +1,6 @@
 """Text that a language model writes: the samples of a run, and what `scripts/generate.py` needs for its own."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,8 +16,17 @@ from training.errors import UserError
 from training.tasks.sample import TextSample
 from training.tasks.task import Sampler
 from training.weights.architecture import as_override
-from training.weights.model_tokenizer import brought_tokenizer, own_tokenizer, stops_of
+from training.weights.files import GENERATION_FILE
+from training.weights.model_tokenizer import brought_tokenizer, origin_of, own_tokenizer, stops_of, values_in
 
+logger = logging.getLogger(__name__)
+
+# What a generation_config.json changes in a text and is not done here, each with the value that changes nothing.
+NOT_DONE = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "num_beams": 1,
+    "min_length": 0, "min_new_tokens": 0, "suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [],
+    "sequence_bias": {}, "forced_bos_token_id": None, "forced_eos_token_id": None, "stop_strings": [],
+}  # fmt: skip
 # Stands for bytes that are no character, or not all of one yet.
 REPLACED = "\ufffd"
 
@@ -44,6 +54,7 @@ class TextSampler(Sampler):
                 f"sample.tokens={config.sample.tokens}: with a prompt of {len(prompt)} tokens that is more than"
                 f" seq_len={config.seq_len}: take fewer tokens, a shorter sample.prompt or a larger seq_len"
             )
+        warn_of_not_done(config)
         return cls(config, tokenizer, prompt, stops_of(config, tokenizer))
 
     def sample(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> TextSample | None:
@@ -53,6 +64,14 @@ class TextSampler(Sampler):
             model, self.tokenizer, self.prompt, stops=self.stops, stopped=stopped, device=device, **drawing
         )
         return None if text is None else TextSample(sample.prompt, text)
+
+
+def warn_of_not_done(config: DictConfig) -> None:
+    """Warns of what the model's generation_config.json asks for beside a temperature and top_p, which are given."""
+    values = values_in(origin_of(config), GENERATION_FILE)
+    if found := {key: values[key] for key, none in NOT_DONE.items() if values.get(key) not in (None, none)}:
+        listed = ", ".join(f"{key}={value}" for key, value in found.items())
+        logger.warning("texts are drawn without %s, which the model's %s has", listed, GENERATION_FILE)
 
 
 def check_vocabulary(config: DictConfig, model: nn.Module, vocab_size: int, used: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_samples_of_a_loaded_model_stop_at_its_ends_and_those_of_chats_answer_a_
     given = ("dataset=text", "dataset.files=a", "dataset.begin=null", "dataset.end='<end>'")
     around = tokenizer_of(components_of(*job, *given).config, "it")
     assert (around.begin, around.end) == ((), (0,))
+
+
+@pytest.mark.parametrize("asked", [{}, {"repetition_penalty": 1.05, "top_k": 20}])
+def test_what_a_model_asks_for_and_texts_are_drawn_without_is_told(tmp_path: Path, asked: dict, caplog):
+    save_pretrained(tmp_path, "llama")
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_beams": 1} | asked))
+    job = (*(entry for entry in TINY_RUN if not entry.startswith("model.")), "sample.tokens=4", "model=hf")
+    components = components_of(*job, f"model.source={tmp_path}", "dataset=text", "dataset.files=none.jsonl")
+    TextSampler.of(components.config, components.model)
+    told = "texts are drawn without repetition_penalty=1.05, top_k=20, which the model's generation_config.json has"
+    assert caplog.messages == ([told] if asked else [])
 
 
 def test_prompts_of_pictures_are_refused():
