@@ -28,14 +28,16 @@ LLAMA_KEYS = (
 # The most keys that a message names.
 NAMED = 4
 # Values that our Llama has one of.
-FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-# Keys that change nothing of what a forward computes, or that decide how a model is trained and used.
+FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0.0}
+# Keys that change nothing of what a forward computes, or that decide how a model begins and is used.
 WITHOUT_EFFECT = {
     "architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_decoder", "label2id",
-    "max_position_embeddings", "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp",
-    "problem_type", "return_dict", "router_aux_loss_coef", "task_specific_params", "transformers_version", "use_cache",
+    "max_position_embeddings", "output_attentions", "output_hidden_states", "pretraining_tp", "problem_type",
+    "return_dict", "router_aux_loss_coef", "task_specific_params", "transformers_version", "use_cache",
 }  # fmt: skip
-ENDS_WITHOUT_EFFECT = ("_token_id", "dropout", "dropout_prob", "pdrop", "layerdrop", "range", "init_std")
+ENDS_WITHOUT_EFFECT = ("_token_id", "range", "init_std")
+# Ends of keys that decide how a model is trained: overrides may give others than the files have.
+OF_TRAINING = ("dropout", "dropout_prob", "pdrop", "layerdrop", "output_router_logits")
 
 
 def refuse_other_architecture(config: DictConfig, model: nn.Module) -> None:
@@ -101,7 +103,8 @@ def _refuse_other_source(config: DictConfig, model: nn.Module, folder: Path) -> 
         return
     found, source, overrides = described
     ours = dict(_leaves(dict(model.network.config) if hasattr(model, "network") else model.hf.config.to_dict()))
-    differs = [key for key, value in found.items() if key in ours and _plain(value) != _plain(ours[key])]
+    given = {key for key, _ in _leaves(config.model.get("overrides") or {}) if key.endswith(OF_TRAINING)}
+    differs = [key for key in found if key in {*ours} - given and _plain(found[key]) != _plain(ours[key])]
     if differs:
         listed = ", ".join(f"{key}={found[key]} and not {ours[key]}" for key in differs[:NAMED])
         more = f" and {len(differs) - NAMED} more" if len(differs) > NAMED else ""

@@ -75,6 +75,7 @@ def folder(tmp_path: Path) -> Path:
         ({"rope_scaling": OLD_SCALING["rope_scaling"], "rope_theta": 1e4}, "rope_type=linear, which"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type=linear, which"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu, which"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1, which"),
         ({"model_type": "mistral"}, "model_type=mistral, which"),
     ],
 )
@@ -148,6 +149,16 @@ def test_a_source_that_differs_from_the_weights_is_refused(
     logits = logits_of(components_of(*job, f"model.weights={tmp_path}", *advice_of(line)))
     expected = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(IDS).logits
     assert torch.equal(logits, expected)
+
+
+def test_what_weights_were_trained_with_is_compared_unless_it_is_given(tmp_path: Path):
+    save_pretrained(tmp_path, "llama", tokenizer=False, attention_dropout=0.1)
+    job = (*PLAIN, "model=hf", "model.source=llama", f"model.weights={tmp_path}")
+    line = refusal_of(*job, f"model.overrides={SHAPE}")
+    assert "its config.json has attention_dropout=0.1 and not 0.0: take model.source=" in line
+    model = components_of(*job, f"model.overrides={SHAPE}", *advice_of(line)).model
+    assert model.hf.config.attention_dropout == 0.1
+    components_of(*job, f"model.overrides={SHAPE[:-1]}, attention_dropout: 0.0}}")
 
 
 def test_a_checkpoint_is_compared_with_the_model_of_its_run(tmp_path: Path):
