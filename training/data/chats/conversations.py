@@ -22,8 +22,8 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assi
 COLUMNS = (
     "messages", "prompt", "completion", "instruction", "input", "output", "system", "tools", "chat_template_kwargs",
 )  # fmt: skip
-# Keys with which others leave a turn out of the loss, where they are false: OpenAI's, two of Axolotl's, ms-swift's.
-UNTRAINED = ("weight", "train", "training", "loss")
+# Keys with which others leave a turn or a part of it out of the loss: OpenAI's, four of Axolotl's, ms-swift's.
+UNTRAINED = ("weight", "train", "training", "train_detail", "training_detail", "loss")
 # Columns of what a turn is about, in the formats of LLaMA-Factory and of datasets for models of pictures.
 UNREAD = ("image", "images", "videos", "audios")
 LAYOUTS = "messages, or prompt and completion, or instruction and output"
@@ -118,10 +118,10 @@ def conversation_with(
         if row.get(name):
             raise UserError(f"{where}: has {name}, which is not read: take rows of text alone, or remove the column")
     for key in UNTRAINED:
-        if any(message["role"] == "assistant" and message.get(key) == 0 for message in completion):
+        if any(message["role"] == "assistant" and message.get(key) not in (None, 1) for message in completion):
             raise UserError(
-                f"{where}: has an assistant's turn whose {key} says not to train on it, which is not followed: remove"
-                " the key, or give the turns up to that one as prompt and the others as completion"
+                f"{where}: has an assistant's turn whose {key} says not to train on it in full, which is not followed:"
+                " remove the key, or give the turns up to that one as prompt and the others as completion"
             )
     system = columns.value(row, "system")
     if system:

@@ -95,6 +95,8 @@ def test_system_tools_and_values_of_the_template() -> None:
             {"messages": [USER, ASSISTANT | {"weight": 0}]},
             "has an assistant's turn whose weight says not to train on it",
         ),
+        ({"messages": [USER, ASSISTANT | {"weight": 0.5}]}, "turn whose weight says not to train on it in full, which"),
+        ({"messages": [USER, ASSISTANT | {"train_detail": [{"train": False}]}]}, "turn whose train_detail says not to"),
         ({"messages": [USER, "4"]}, "message 2 is str, not an object with role and content"),
         ({"messages": [{"content": "4"}]}, r"message 1 has no role \(its keys: content\)"),
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no content"),
