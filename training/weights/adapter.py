@@ -10,8 +10,9 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from models.adapter_files import check_adapter, load_adapter
+from models.adapter_files import CONFIG_FILE, GIVE_OTHERS, check_adapter, load_adapter
 from models.adapters import initialise_adapters, inject
+from models.json_files import read_object
 from models.weights import first_and_count
 from training.config.adapter import has_adapter
 from training.errors import UserError, as_user_error
@@ -65,7 +66,8 @@ class RunAdapter:
         """Returns the adapter of a run; None if the run trains the whole model.
 
         Without `starts` the run resumes: a checkpoint fills the adapter, and adapter.weights is not read. Warns of
-        parts of adapter.weights that are for a text encoder. Raises UserError if the other parts do not fit `model`.
+        parts of adapter.weights that are for a text encoder, and where others were trained with another dropout or
+        beside another base. Raises UserError if the other parts do not fit `model`.
         """
         if not has_adapter(config):
             return None
@@ -78,6 +80,7 @@ class RunAdapter:
             left_out = check_adapter(model, path)
         if left_out:
             logger.warning("%s=%s: %s left out, of a text encoder", KEY, given, first_and_count(left_out))
+        _warn_of_other(config, path if path.is_dir() else path.parent)
         return cls(config.seed, given, path)
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
@@ -87,3 +90,19 @@ class RunAdapter:
         if self.path is not None:
             with as_user_error(f"{KEY}={self.given}: "):
                 load_adapter(model, self.path)
+
+
+def _warn_of_other(config: DictConfig, folder: Path) -> None:
+    """Warns where the adapter in `folder` was trained with another dropout or beside another base, as peft's file says.
+
+    A base is told by the last part of its name: a copy on this machine has its folder in place of its owner.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        return
+    stored, weights = read_object(folder / CONFIG_FILE, GIVE_OTHERS), config.model.weights
+    base, dropout = stored.get("base_model_name_or_path"), stored.get("lora_dropout", 0.0)
+    if base and Path(base).name != Path(weights or "").name.partition("@")[0]:
+        logger.warning("%s=%s: its base is %s, and here model.weights=%s", KEY, folder, base, weights or "null")
+    if dropout != config.adapter.dropout:
+        rates = config.adapter.dropout, dropout
+        logger.warning("%s=%s: adapter.dropout=%s, and it was trained with lora_dropout=%s", KEY, folder, *rates)

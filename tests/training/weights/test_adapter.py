@@ -64,6 +64,25 @@ def test_an_adapter_begins_a_new_run(tmp_path: Path, whole: Path):
     assert summary["train/final_loss"] < results.curve(whole)[0]["train/loss"]
 
 
+def test_another_base_and_another_dropout_are_told(tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture):
+    folder = shutil.copytree(at(whole, 4), tmp_path / "adapter")
+    components = components_of(*RUN, *ADAPTER, f"adapter.weights={folder}")
+    RunAdapter.of(components.config, components.model, starts=True)
+    assert not caplog.messages
+    values = json.loads((folder / CONFIG_FILE).read_text())
+    others = {"base_model_name_or_path": "some/Other-1B", "lora_dropout": 0.05}
+    (folder / CONFIG_FILE).write_text(json.dumps(values | others))
+    RunAdapter.of(components.config, components.model, starts=True)
+    assert caplog.messages == [
+        f"adapter.weights={folder}: its base is some/Other-1B, and here model.weights=null",
+        f"adapter.weights={folder}: adapter.dropout=0.1, and it was trained with lora_dropout=0.05",
+    ]
+    caplog.clear()
+    components.config.model.weights, components.config.adapter.dropout = "copies/Other-1B@main", 0.05
+    RunAdapter.of(components.config, components.model, starts=True)
+    assert not caplog.messages
+
+
 @pytest.mark.slow
 def test_a_base_that_was_loaded_is_loaded_again_and_compared(tmp_path: Path):
     small = [o for o in RUN if not o.startswith(("steps", "checkpoint"))]
