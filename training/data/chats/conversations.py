@@ -11,6 +11,7 @@ to the template as they are.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ COLUMNS = (
 UNTRAINED = ("weight", "train", "training", "train_detail", "training_detail", "loss")
 # Columns of what a turn is about, in the formats of LLaMA-Factory and of datasets for models of pictures.
 UNREAD = ("image", "images", "videos", "audios")
+# What a part of a content is, which many templates write as tokens that stand for it.
+MEDIA = re.compile("image|video|audio")
 LAYOUTS = "messages, or prompt and completion, or instruction and output"
 
 Message = dict[str, Any]
@@ -168,6 +171,10 @@ def _message(value: Any, where: str) -> Message:
         # LLaMA-Factory's, which trains on it; a template would write another role, or nothing.
         raise UserError(f"{where} is a function_call: give it the role assistant, and its call as tool_calls")
     message["role"] = ROLES.get(role, role)
+    # What a tool returned is any JSON.
+    parts = message.get("content") if isinstance(message.get("content"), list) and message["role"] != "tool" else ()
+    if media := [part["type"] for part in parts if isinstance(part, dict) and MEDIA.search(str(part.get("type")))]:
+        raise UserError(f"{where} has a part of type {media[0]}, which is not read: take rows of text alone")
     if message.get("content") is None and len({key for key, item in message.items() if item is not None}) == 1:
         raise UserError(f"{where} ({role}) has no content: give it one, or remove the row")
     return message

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 TRAIN_ON = ("assistant", "last", "all")
 # The keys of a message that have text, by the names that templates know.
 WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")
+# The keys that have what the assistant calls; the second is OpenAI's older one.
+CALLS = ("tool_calls", "function_call")
 # The function by which templates write the date of today: Llama 3.2's and gpt-oss' do.
 CLOCK = "strftime_now"
 TAGS = re.compile(r"<[^<>]*>|\s")
@@ -171,22 +173,25 @@ class Renderer:
         return start
 
     def _warn_of_unwritten(self, conversation: Conversation, text: str) -> None:
-        """Warns, once for each kind, where the text is the same without a message or its calls: many skip some."""
+        """Warns, once for each kind, where the text is the same without a message, its calls or the row's tools."""
         for place, message in enumerate(conversation.messages):
             kinds, content = [], message.get("content")
+            if place == 0 and conversation.tools:
+                kinds.append(("the row's tools", None, "give"))
             if content:
                 role = f"a message of the role {message['role']!r}"
                 kinds.append((role, [], "give the messages roles that it knows, or"))
-            if message.get("tool_calls"):
-                kind = f"the tool_calls of a message {'with' if content else 'without'} content"
-                kinds.append((kind, [{**message, "tool_calls": None}], "give"))
+            for key in filter(message.get, CALLS):
+                kind = f"the {key} of a message {'with' if content else 'without'} content"
+                kinds.append((kind, [{**message, key: None}], "give"))
             for kind, rest, advice in kinds:
                 if kind in self._looked_for:
                     continue
                 self._looked_for.add(kind)
-                others = [*conversation.messages[:place], *rest, *conversation.messages[place + 1 :]]
+                others = [*conversation.messages[:place], *(rest or ()), *conversation.messages[place + 1 :]]
+                change = {"tools": None} if rest is None else {"messages": others}
                 try:
-                    without, _ = self.template.render(replace(conversation, messages=others))
+                    without, _ = self.template.render(replace(conversation, **change))
                 except UserError:
                     # It minds that this is missing.
                     continue

@@ -97,6 +97,15 @@ def test_system_tools_and_values_of_the_template() -> None:
         ),
         ({"messages": [USER, ASSISTANT | {"weight": 0.5}]}, "turn whose weight says not to train on it in full, which"),
         ({"messages": [USER, ASSISTANT | {"train_detail": [{"train": False}]}]}, "turn whose train_detail says not to"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
+                    ASSISTANT,
+                ]
+            },
+            "message 1 has a part of type image_url, which is not read: take rows of text alone",
+        ),
         ({"messages": [USER, "4"]}, "message 2 is str, not an object with role and content"),
         ({"messages": [{"content": "4"}]}, r"message 1 has no role \(its keys: content\)"),
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no content"),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -181,25 +182,39 @@ def test_a_role_that_the_template_skips_is_told_once(caplog) -> None:
     )
 
 
-def test_calls_that_the_template_skips_are_told_once_for_turns_with_content_and_without(caplog) -> None:
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+def test_calls_that_the_template_skips_are_told_once_for_turns_with_content_and_without(key: str, caplog) -> None:
     """As LFM2, which never writes calls, and DeepSeek R1, which writes those of turns without content."""
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
-    turns = [{"role": "assistant", "content": content, "tool_calls": calls} for content in (None, "I add")] * 2
+    turns = [{"role": "assistant", "content": content, key: calls} for content in (None, "I add")] * 2
     conversation = Conversation([USER, *turns], where="row 1")
-    some = QWEN2.replace("message.content", "(message.content or message.tool_calls | tojson)")
-    every = QWEN2.replace("message.content", "(message.content or '') + (message.tool_calls or []) | tojson")
+    some = QWEN2.replace("message.content", "(message.content or message.KEY | tojson)")
+    every = QWEN2.replace("message.content", "(message.content or '') + (message.KEY or []) | tojson")
     told = []
     for template in (QWEN2.replace("message.content", "(message.content or '')"), some, every):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            Renderer(chat_tokenizer(template), train_on="all").text(conversation)
+            Renderer(chat_tokenizer(template.replace("KEY", key)), train_on="all").text(conversation)
         told.append([record.getMessage() for record in caplog.records])
     without, beside = (
-        f"row 1: message {number}: the template writes nothing of the tool_calls of a message {which} content: give"
+        f"row 1: message {number}: the template writes nothing of the {key} of a message {which} content: give"
         " another dataset.template"
         for number, which in ((2, "without"), (3, "with"))
     )
     assert told == [[without, beside], [beside], []]
+
+
+def test_tools_that_the_template_skips_are_told_once(caplog) -> None:
+    conversation = replace(ONE_TURN, tools=[{"type": "function", "function": {"name": "add"}}])
+    told = []
+    for template in (QWEN2, "{{ tools | tojson if tools }}" + QWEN2):
+        caplog.clear()
+        renderer = Renderer(chat_tokenizer(template), train_on="all")
+        for _ in range(2):
+            renderer.text(conversation)
+        told.append(caplog.messages)
+    line = "row 1: message 1: the template writes nothing of the row's tools: give another dataset.template"
+    assert told == [[line], []]
 
 
 @pytest.mark.parametrize(
