@@ -221,6 +221,8 @@ class Recorder:
             "max_area": height * width,
             # Else the network of PAG pipelines is called for each picture twice, by attention of another kind.
             "pag_scale": 0.0,
+            # Else the text encoder of LongCat-Image would write another prompt, at random, in the place of the caption.
+            "enable_prompt_rewrite": False,
             "original_size": asked.original_size,
             "crops_coords_top_left": asked.crop,
             **others,

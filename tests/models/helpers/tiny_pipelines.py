@@ -48,10 +48,11 @@ def t5(made: type = transformers.T5EncoderModel, config: type = transformers.T5C
     return made(config(vocab_size=128, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4)).eval()
 
 
-def vae(**options: object) -> nn.Module:
+def vae(channels: int = 4, **options: object) -> nn.Module:
     return diffusers.AutoencoderKL(
         block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, sample_size=32, **options,
+        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=channels, norm_num_groups=4, sample_size=32,
+        **options,
     ).eval()  # fmt: skip
 
 
@@ -172,6 +173,21 @@ def ltx() -> DiffusionPipeline:
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=autoencoder.eval(), text_encoder=t5(),
         tokenizer=t5_tokenizer(), transformer=transformer,
     )  # fmt: skip
+
+
+def longcat() -> DiffusionPipeline:
+    """By default it writes other prompts by its text encoder, at random."""
+    transformer = diffusers.LongCatImageTransformer2DModel(
+        in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    encoder = {"text_encoder": qwen_image().text_encoder, "tokenizer": qwen_tokenizer(), "text_processor": None}
+    return diffusers.LongCatImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=vae(use_quant_conv=False, use_post_quant_conv=False, channels=16),
+        transformer=transformer,
+        **encoder,
+    )
 
 
 def ltx_condition() -> DiffusionPipeline:
@@ -319,7 +335,7 @@ _SAVED: dict[str, Path] = {}
 def made(name: str) -> DiffusionPipeline:
     """Returns a tiny pipeline; its values are the same each time."""
     torch.manual_seed(0)
-    others = {each.__name__: each for each in (krea_2, sana_video, cogvideox, pag, kontext)}
+    others = {each.__name__: each for each in (krea_2, sana_video, cogvideox, pag, kontext, longcat)}
     return (PIPELINES | others)[name]()
 
 

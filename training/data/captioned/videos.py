@@ -14,6 +14,8 @@ from training.runs.bounded_files import opened
 ENDINGS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 # Files of other formats have further pictures that are no frames: pages, gain maps of telephones.
 MOVING = (".gif", ".webp", ".png")
+# The curves of light of HDR, PQ and HLG, by their numbers in ITU-T H.273: read as others are, their pictures look grey.
+HDR = (16, 18)
 
 
 def is_video(path: Path) -> bool:
@@ -90,5 +92,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
         stream = container.streams.video[0]
         if stream.sample_aspect_ratio not in (None, 0, 1):
             raise ValueError(f"its pixels are not square ({stream.sample_aspect_ratio}): convert it")
+        if stream.codec_context.color_trc in HDR:
+            raise ValueError("its light is that of HDR: convert it to SDR")
         stream.thread_type = "AUTO"
         yield container, stream

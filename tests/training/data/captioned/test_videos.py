@@ -144,6 +144,21 @@ def test_a_video_that_lies_on_its_side_is_set_upright(tmp_path: Path, angle: int
     assert [name for name, place in ends.items() if frame.getpixel(place)[0] > 128] == [lit]
 
 
+@pytest.mark.parametrize("curve", [1, 16, 18])
+def test_light_of_hdr_is_refused(tmp_path: Path, curve: int) -> None:
+    """A telephone records HLG (18), which would be trained on as grey pictures; BT.709 (1) is taken."""
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        stream.codec_context.color_trc = curve
+        container.mux([*stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 64)))), *stream.encode()])
+    if curve == 1:
+        assert size_and_count(tmp_path / "a.mp4", None) == ((64, 64), 1)
+        return
+    with pytest.raises(UserError, match=r"the video .*a\.mp4: its light is that of HDR: convert it to SDR; repair or"):
+        size_and_count(tmp_path / "a.mp4", None)
+
+
 def test_damaged_videos_and_a_missing_library_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.mp4").write_bytes(b"no video")
     with pytest.raises(UserError, match=r"^dataset: cannot use the video .*a\.mp4: .*; repair or remove") as refusal:
