@@ -1,6 +1,8 @@
 """Layer-major microbatches: the order of backward, the order of additions to gradients, and one after another."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -197,6 +199,30 @@ def test_the_same_numbers_are_alike_and_nothing_is_left():
     assert all(buffer is buffers[name] for name, buffer in net.named_buffers())
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert random.getstate() == drawn[1]
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_what_forwards_leave_in_circles_is_freed(collects: bool):
+    net, rows, left = Net(), torch.ones(3, 2), []
+
+    def loss() -> torch.Tensor:
+        circle = [rows.clone()]
+        circle.append(circle)
+        left.append(weakref.ref(circle[0]))
+        # With collections meanwhile it would grow old, and a collection of young objects would not find it.
+        kept.append([[] for _ in range(3000)])
+        return net(rows)
+
+    kept, threshold, on = [], gc.get_threshold(), gc.isenabled()
+    gc.set_threshold(700, 1, 10**6)
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert alike(net, [loss, loss])
+        assert gc.isenabled() == collects
+        assert [each() for each in left] == [None] * 4
+    finally:
+        gc.set_threshold(*threshold)
+        (gc.enable if on else gc.disable)()
 
 
 def test_other_numbers_other_trained_parameters_and_refusals_are_not_alike():
