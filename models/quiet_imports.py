@@ -38,6 +38,8 @@ def without_remarks() -> Iterator[None]:
 def import_quantisers() -> None:
     """Imports what is installed of torchao and bitsandbytes, before another library does."""
     for package in QUANTISERS:
+        if package in sys.modules:
+            continue
         # One that cannot be imported is reported where it is needed.
         with without_remarks(), suppress(Exception), ExitStack() as stack:
             if package == "bitsandbytes":

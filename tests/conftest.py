@@ -3,8 +3,10 @@
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +28,9 @@ _looked_at = 0
 _attach = catching_logs.__enter__
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     catching_logs.__enter__ = _attached
+    _compile_once(config)
     # A process that was started in the background, as by a CI runner, ignores Ctrl-C (under nohup also SIGHUP). The
     # programs that tests start to interrupt them would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -37,9 +40,14 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     # What is imported stays: looking for garbage among it takes an eighth of the time.
     gc.disable()
+    if hasattr(session.config, "workerinput"):
+        # Before diffusers does, which would import all of torch's compiler with them. Not at the top: it imports torch.
+        from models.quiet_imports import import_quantisers
+
+        import_quantisers()
     try:
         return (yield)
     finally:
@@ -71,9 +79,8 @@ def pytest_runtest_logstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # By now nearly everything is imported. A collection that looks at all of it takes 0.3 s, and tests make hundreds;
+    # By now nearly everything is imported. A collection that looks at all of it takes a second, and tests make many;
     # young objects are looked at more rarely too.
-    gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
     # It counts them one by one, in 30 ms, and each run within this process asks whether there are any.
@@ -104,6 +111,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     import torch
 
     return 0 if torch.cuda.is_available() else None
+
+
+def _compile_once(config: pytest.Config) -> None:
+    """Sets $CC, for this process and those that it starts, to a compiler that makes each library once a run."""
+    names = [os.environ.get("CC"), "cc", "gcc", "clang"]
+    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
+    if compiler is None or "LIGHTERING_COMPILED" in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    os.environ["LIGHTERING_COMPILED"], os.environ["LIGHTERING_COMPILER"] = folder.name, compiler
+    os.environ["CC"] = str(Path(__file__).parent / "compile_once.sh")
 
 
 def _attached(self: catching_logs) -> logging.Handler:
