@@ -11,7 +11,6 @@ to the template as they are.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +25,9 @@ COLUMNS = (
 # Keys with which others leave a turn or a part of it out of the loss: OpenAI's, four of Axolotl's, ms-swift's.
 UNTRAINED = ("weight", "train", "training", "train_detail", "training_detail", "loss")
 # Columns of what a turn is about, in the formats of LLaMA-Factory and of datasets for models of pictures.
-UNREAD = ("image", "images", "videos", "audios")
-# What a part of a content is, which many templates write as tokens that stand for it.
-MEDIA = re.compile("image|video|audio")
+UNREAD = ("image", "images", "video", "videos", "audio", "audios")
+# The parts of a content that are text. Templates write nothing of others, or tokens that stand for a picture.
+PARTS = ("text", "thinking")
 LAYOUTS = "messages, or prompt and completion, or instruction and output"
 
 Message = dict[str, Any]
@@ -173,8 +172,8 @@ def _message(value: Any, where: str) -> Message:
     message["role"] = ROLES.get(role, role)
     # What a tool returned is any JSON.
     parts = message.get("content") if isinstance(message.get("content"), list) and message["role"] != "tool" else ()
-    if media := [part["type"] for part in parts if isinstance(part, dict) and MEDIA.search(str(part.get("type")))]:
-        raise UserError(f"{where} has a part of type {media[0]}, which is not read: take rows of text alone")
+    if others := [part["type"] for part in parts if isinstance(part, dict) and part.get("type", "text") not in PARTS]:
+        raise UserError(f"{where} has a part of type {others[0]}, which is not read: take rows of text alone")
     if message.get("content") is None and len({key for key, item in message.items() if item is not None}) == 1:
         raise UserError(f"{where} ({role}) has no content: give it one, or remove the row")
     return message

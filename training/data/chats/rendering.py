@@ -211,7 +211,10 @@ class Renderer:
             value = conversation.messages[place].get(key)
             # Templates change spaces and line ends.
             written = written or "".join(text.split())
-            if isinstance(value, str) and "".join(value.split()) not in written:
+            # Of a list of parts each has its text under the name of its type.
+            parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+            said = (part.get(part.get("type", "text")) for part in parts if isinstance(part, dict))
+            if any("".join(words.split()) not in written for words in said if isinstance(words, str)):
                 self._left_out.add(key)
                 logger.warning(
                     "%s: message %d: the template leaves out all or part of its %s, which is not trained on then: give"

@@ -106,6 +106,16 @@ def test_system_tools_and_values_of_the_template() -> None:
             },
             "message 1 has a part of type image_url, which is not read: take rows of text alone",
         ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "tool_use"}]},
+                ]
+            },
+            "message 2 has a part of type tool_use, which is not read",
+        ),
+        ({"messages": [USER, ASSISTANT], "audio": "a.wav"}, "has audio, which is not read: take rows of text alone"),
         ({"messages": [USER, "4"]}, "message 2 is str, not an object with role and content"),
         ({"messages": [{"content": "4"}]}, r"message 1 has no role \(its keys: content\)"),
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no content"),

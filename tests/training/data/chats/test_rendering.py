@@ -236,6 +236,20 @@ def test_what_a_template_leaves_out_of_a_turn_is_told_once(turn: dict[str, str],
     assert told.startswith(f"row 1: message 2: the template leaves out all or part of its {key}, which is not trained")
 
 
+@pytest.mark.parametrize(("types", "lines"), [(["text"], 1), (["text", "thinking"], 0)])
+def test_a_part_that_a_template_leaves_out_is_told(types: list[str], lines: int, caplog) -> None:
+    template = (
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+        f"{{% for part in message.content %}}{{{{ part[part.type] if part.type in {types} }}}}{{% endfor %}}"
+        "{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "thinking", "thinking": "Be kind"}, {"type": "text", "text": "I am well"}]
+    conversation = Conversation([USER, {"role": "assistant", "content": parts}], where="row 1")
+    Renderer(chat_tokenizer(template), train_on="all").text(conversation)
+    told = "row 1: message 2: the template leaves out all or part of its content, which is not trained on then: give"
+    assert [message.startswith(told) for message in caplog.messages] == [True] * lines
+
+
 def test_a_prompt_that_the_turn_does_not_begin_with_is_told_once(caplog) -> None:
     tokenizer = chat_tokenizer(R1, "<|endoftext|>")
     renderer = Renderer(tokenizer)
