@@ -8,6 +8,7 @@ assistant's.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ TRAIN_ON = ("assistant", "last", "all")
 WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")
 # The keys that have what the assistant calls; the second is OpenAI's older one.
 CALLS = ("tool_calls", "function_call")
+QUOTED = "arguments in quotes"
 # The function by which templates write the date of today: Llama 3.2's and gpt-oss' do.
 CLOCK = "strftime_now"
 TAGS = re.compile(r"<[^<>]*>|\s")
@@ -70,7 +72,7 @@ class Renderer:
         self.template = Template(tokenizer, template)
         self._train_on = train_on
         self._warned = False
-        # The kinds of messages and calls of which one was looked for in its text, and CLOCK once it was found.
+        # The kinds of messages and calls of which one was looked for in its text; CLOCK and QUOTED once they are found.
         self._looked_for: set[str] = set()
         # The keys of messages that a template was seen to leave out.
         self._left_out: set[str] = set()
@@ -102,6 +104,7 @@ class Renderer:
             )
         self._warn_of_unwritten(conversation, text)
         self._warn_of_left_out(conversation, text, turns)
+        self._warn_of_quoted(conversation, text)
         if self._train_on == "all":
             return text, [(0, len(text))]
         if self._train_on == "assistant" and marked is not None and not conversation.prompt:
@@ -223,6 +226,25 @@ class Renderer:
                     place + 1,
                     key,
                 )
+
+    def _warn_of_quoted(self, conversation: Conversation, text: str) -> None:
+        """Warns once where a template writes arguments of calls that are text, as OpenAI's are, as JSON of a text."""
+        if QUOTED in self._looked_for:
+            return
+        for place, message in enumerate(conversation.messages):
+            calls = message["tool_calls"] if isinstance(message.get("tool_calls"), list) else ()
+            functions = [call.get("function") for call in calls if isinstance(call, dict)]
+            given = [function.get("arguments") for function in functions if isinstance(function, dict)]
+            quoted = [json.dumps(each, ensure_ascii=False)[1:-1] for each in given if isinstance(each, str)]
+            if any(each in text and each not in given for each in quoted):
+                self._looked_for.add(QUOTED)
+                logger.warning(
+                    "%s: message %d: the template writes the arguments of its tool_calls with their quotes escaped,"
+                    " because they are text: give them as objects, which it expects",
+                    conversation.where,
+                    place + 1,
+                )
+                return
 
     def _lost(self, conversation: Conversation, place: int) -> UserError:
         later = any(message["role"] == "assistant" for message in conversation.messages[place + 1 :])

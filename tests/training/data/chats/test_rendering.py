@@ -204,6 +204,24 @@ def test_calls_that_the_template_skips_are_told_once_for_turns_with_content_and_
     assert told == [[without, beside], [beside], []]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "written", "lines"),
+    [('{"a": 1}', "arguments | tojson", 1), ('{"a": 1}', "arguments", 0), ({"a": 1}, "arguments | tojson", 0)],
+)
+def test_arguments_that_are_written_as_text_within_text_are_told_once(
+    arguments: object, written: str, lines: int, caplog
+) -> None:
+    """As Llama 3.1, Qwen2.5 and gpt-oss write those of OpenAI's format, which are text."""
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    conversation = Conversation([USER, {"role": "assistant", "content": "", "tool_calls": [call]}] * 2, where="row 1")
+    written = f"(message.content + (message.tool_calls[0].function.{written} if message.tool_calls else ''))"
+    renderer = Renderer(chat_tokenizer(QWEN2.replace("message.content", written)), train_on="all")
+    for _ in range(2):
+        renderer.text(conversation)
+    told = "row 1: message 2: the template writes the arguments of its tool_calls with their quotes escaped, because"
+    assert [message.startswith(told) for message in caplog.messages] == [True] * lines
+
+
 def test_tools_that_the_template_skips_are_told_once(caplog) -> None:
     conversation = replace(ONE_TURN, tools=[{"type": "function", "function": {"name": "add"}}])
     told = []
