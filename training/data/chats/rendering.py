@@ -72,7 +72,8 @@ class Renderer:
         self.template = Template(tokenizer, template)
         self._train_on = train_on
         self._warned = False
-        # The kinds of messages and calls of which one was looked for in its text; CLOCK and QUOTED once they are found.
+        # The kinds of messages and calls of which one was looked for in its text, and the keys for the template; CLOCK
+        # and QUOTED once they are found.
         self._looked_for: set[str] = set()
         # The keys of messages that a template was seen to leave out.
         self._left_out: set[str] = set()
@@ -102,6 +103,15 @@ class Renderer:
                 " dataset.template with a fixed one",
                 CLOCK,
             )
+        for key in conversation.template_values.keys() - self._looked_for:
+            self._looked_for.add(key)
+            if not re.search(rf"\b{re.escape(key)}\b", self.template.text(conversation.tools)):
+                logger.warning(
+                    "%s: the template of chats does not read %s of chat_template_kwargs: leave it out, or give the name"
+                    " that it reads",
+                    conversation.where,
+                    key,
+                )
         self._warn_of_unwritten(conversation, text)
         self._warn_of_left_out(conversation, text, turns)
         self._warn_of_quoted(conversation, text)

@@ -222,6 +222,15 @@ def test_arguments_that_are_written_as_text_within_text_are_told_once(
     assert [message.startswith(told) for message in caplog.messages] == [True] * lines
 
 
+def test_a_value_that_the_template_does_not_read_is_told_once(caplog) -> None:
+    conversation = replace(ONE_TURN, template_values={"thinking": False, "enable_thinking": False})
+    renderer = Renderer(chat_tokenizer("{{ '' if enable_thinking }}" + QWEN2), train_on="all")
+    for _ in range(2):
+        renderer.text(conversation)
+    (line,) = caplog.messages
+    assert line.startswith("row 1: the template of chats does not read thinking of chat_template_kwargs: leave it out,")
+
+
 def test_tools_that_the_template_skips_are_told_once(caplog) -> None:
     conversation = replace(ONE_TURN, tools=[{"type": "function", "function": {"name": "add"}}])
     told = []
