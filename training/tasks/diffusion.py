@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from models.diffusion_classes import OTHER_LATENTS
 from models.diffusion_files import pipeline_of
-from models.diffusion_scheduler import is_flow, read_scheduler
+from models.diffusion_scheduler import ADVICE, is_flow, read_scheduler
+from models.json_files import read_object
 from models.pipelines.calls import ASKED
 from models.pipelines.model import PipelineModel
 from offload import KnobError
@@ -193,13 +194,19 @@ class Diffusion(Task):
                 )
 
     def fit(self, config: DictConfig, model: nn.Module) -> dict[str, str]:
-        """Reads the scheduler. Raises UserError if it is of another task, or there is none for pretrained weights."""
+        """Reads the scheduler. Raises UserError if it is of another task, or there is none for pretrained weights.
+
+        Raises it too for a UNet of latents, because no dataset has these.
+        """
         file = scheduler_given(self.scheduler, config.model)
         if file is None:
             return self.fit_scheduler(None, None, model)
-        self.files = tuple(filter(None, (file, pipeline_of(file))))
+        self.files = tuple(filter(None, (file, index := pipeline_of(file))))
         with as_user_error(f"{SCHEDULER}={self.scheduler}: ", after=f"; or take {SCHEDULER}=null"):
-            scheduler = read_scheduler(file)
+            scheduler, parts = read_scheduler(file), {} if index is None else read_object(index, ADVICE)
+        if type(getattr(model, "network", None)).__name__ == "UNet2DModel" and (coders := {"vae", "vqvae"} & {*parts}):
+            # With three channels, as pictures have them, pictures would pass for latents.
+            raise UserError(f"task={self.name}: the model takes latents of the {coders.pop()} in {index}: take another")
         if is_flow(scheduler) != self.takes_velocities:
             predicts = "velocities" if is_flow(scheduler) else scheduler.config.prediction_type
             other = "flow_matching" if is_flow(scheduler) else "noise_prediction"

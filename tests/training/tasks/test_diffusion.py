@@ -235,6 +235,17 @@ def test_a_scheduler_may_be_given(tmp_path: Path) -> None:
         NoisePrediction(scheduler=str(file)).fit(config_of("UNet2DModel"), small("unet"))
 
 
+def test_a_unet_of_latents_is_refused(tmp_path: Path) -> None:
+    """CompVis/ldm-celebahq-256 has latents of three channels, for which pictures would pass."""
+    saved(tmp_path / "scheduler", "DDIMScheduler")
+    index, task = tmp_path / "model_index.json", NoisePrediction()
+    for parts in ({"unet": []}, {"unet": [], "vqvae": ["diffusers", "VQModel"]}):
+        index.write_text(json.dumps(parts))
+        refused = pytest.raises(UserError, match=rf"^task=noise_prediction: .* latents of the vqvae in {index}: take a")
+        with refused if "vqvae" in parts else nullcontext():
+            task.fit(config_of(tmp_path), small("unet"))
+
+
 def loss_of_script(folder: Path, name: str, seed: int, mu: float | None) -> tuple[Tensor, Tensor]:
     """The times of a seed, moved by the scheduler of diffusers itself, and the loss at them."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
