@@ -127,6 +127,7 @@ CASES += [("sdxl", older), ("sdxl", kohya), ("sdxl", kohya_sgm), ("flux", with_a
 RSLORA = [pytest.param(*case, True, marks=() if case[1] is by_pipeline else pytest.mark.slow) for case in CASES]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "written", "rslora"), [*((*case, False) for case in CASES), *RSLORA])
 def test_a_file_is_read_as_diffusers_reads_it(tmp_path: Path, name: str, written: Written, rslora: bool):
     targets = {"sdxl": OF_UNET, "wan": OF_WAN}.get(name, ["to_q", "to_out.0"])

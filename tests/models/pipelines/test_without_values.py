@@ -37,6 +37,7 @@ def folder_and_network(request: pytest.FixtureRequest, tmp_path_factory: pytest.
     return folder, network_of(pipeline).to("meta")
 
 
+@pytest.mark.sampled
 def test_a_call_is_the_same_without_values(folder_and_network: tuple[Path, nn.Module]):
     (folder, network), dtype = folder_and_network, torch.bfloat16
     expected = NetworkCall.of(Recorder(open_pipeline(folder, network, dtype), network, CPU), SIZE, LONG)
