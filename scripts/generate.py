@@ -192,6 +192,9 @@ def chat(options: argparse.Namespace) -> None:
         if template is None and not has_template(config, tokenizer):
             raise UserError("--chat: the model has no template of chats: give --template FILE, a template of Jinja")
         renderers.append(Renderer(tokenizer, template))
+        if "<|channel|>" in renderers[0].template.text():
+            # It expects reasoning and answer apart, and writes them in their channels itself.
+            raise UserError("--chat: answers in channels, as of gpt-oss, are not taken apart here: give a PROMPT alone")
         return renderers[0].prompt([{"role": "user", "content": "?"}])
 
     with writer(options, first_prompt) as (made, _):

@@ -117,7 +117,7 @@ def test_a_conversation_is_what_transformers_makes_of_it(
 
 
 @pytest.mark.slow
-def test_a_model_without_a_template_does_not_chat_unless_it_is_given_one(
+def test_a_model_without_a_template_does_not_chat_unless_it_is_given_one_without_channels(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert talked(monkeypatch, run, "a\n", "--tokens", "2") == 1
@@ -126,6 +126,9 @@ def test_a_model_without_a_template_does_not_chat_unless_it_is_given_one(
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert talked(monkeypatch, run, "a\n", "--tokens", "2", "--template", str(tmp_path / "t.jinja")) == 0
     assert capsys.readouterr().out
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<|channel|>final<|message|>{{ m.content }}{% endfor %}")
+    assert talked(monkeypatch, run, "a\n", "--tokens", "2", "--template", str(tmp_path / "t.jinja")) == 1
+    assert capsys.readouterr().err.startswith("error: --chat: answers in channels, as of gpt-oss, are not taken apart")
     assert called(monkeypatch, generate, run) == 1
     assert "PROMPT is missing: give a text to continue" in capsys.readouterr().err
 
