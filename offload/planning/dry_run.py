@@ -122,7 +122,9 @@ class DryRun:
         """Returns the dry run of a step with `more` microbatches side by side than `after`.
 
         `after` has one microbatch more than this dry run. The others are as large as that one; a smaller one counts by
-        its share. Gradients are those of `after`: they are as large for any number of microbatches.
+        its share. Gradients are those of `after`: they are as large for any number of microbatches. The peak grows by
+        what a microbatch more has at the turn, about the most that it has while others compute: the peak of few is
+        where one computes, and that of many near the turn, so that peaks of few tell nothing of many.
         """
 
         def line(first: float, second: float) -> float:
@@ -135,7 +137,8 @@ class DryRun:
         numbers = {
             field.name: round(line(getattr(self, field.name), getattr(after, field.name))) for field in fields(self)[1:]
         }
-        return DryRun(phases, **numbers | {"peak_gradient_bytes": after.peak_gradient_bytes})
+        peak = after.peak_bytes + round(more * (after.turn_bytes - self.turn_bytes))
+        return DryRun(phases, **numbers | {"peak_bytes": peak, "peak_gradient_bytes": after.peak_gradient_bytes})
 
 
 @without_compiler

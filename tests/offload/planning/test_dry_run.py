@@ -152,14 +152,16 @@ def test_later_microbatches_follow_from_the_first():
     two, five = (dry(LayerStream(slots=2), copy.deepcopy(model), parts[:count]) for count in (2, 5))
     assert two.repeated([1, 4]).phases == five.phases
     two, three, five = (dry(ShardOffload(shards=2), copy.deepcopy(model), parts[:count]) for count in (2, 3, 5))
-    assert two.continued(three, 2) == five
+    found = two.continued(three, 2)
+    assert replace(found, peak_bytes=five.peak_bytes) == five
+    assert five.peak_bytes <= found.peak_bytes <= 1.03 * five.peak_bytes
 
 
 def test_gradients_that_stay_do_not_grow_with_microbatches():
     """The peak of one microbatch may be where a gradient is, and that of two where none is."""
     one, two = (
-        DryRun((), slot_bytes=1, peak_bytes=peak, peak_gradient_bytes=gradients, turn_bytes=0, host_bytes=0)
-        for peak, gradients in ((20, 5), (22, 0))
+        DryRun((), slot_bytes=1, peak_bytes=peak, peak_gradient_bytes=gradients, turn_bytes=turn, host_bytes=0)
+        for peak, gradients, turn in ((20, 5, 3), (22, 0, 5))
     )
     eight = one.continued(two, 6)
     assert (eight.peak_bytes, eight.peak_gradient_bytes, eight.activation_bytes) == (34, 0, 33)

@@ -38,6 +38,21 @@ def test_many_microbatches_follow_from_those_that_ran(mode: str, monkeypatch: py
     assert bytes_of(derived) == pytest.approx(bytes_of(dry_step(components, has_gpu=True)), rel=0.02)
 
 
+@pytest.mark.parametrize("boundary", ["host", "device"])
+@pytest.mark.parametrize("count", [3, 8])
+def test_the_peak_of_many_microbatches_is_bounded_by_that_of_two(
+    boundary: str, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    size = ("model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=4", "seq_len=64")
+    run = ("offload=shard_offload", f"offload.boundary={boundary}", f"batch_size={count}", f"microbatches={count}")
+    components = components_of(*run, *size)
+    derived = dry_step(components, has_gpu=True).peak_bytes
+    monkeypatch.setattr(module, "MOST_DRY", count)
+    exact = dry_step(components, has_gpu=True).peak_bytes
+    # Beside the tensors of a microbatch it has numbers of a few bytes.
+    assert 0.998 * exact <= derived <= 1.2 * exact
+
+
 def test_no_rank_computes_more_examples_than_the_first():
     components = components_of("batch_size=7", "microbatches=1")
     assert examples_of_rank(components.config) == 7
