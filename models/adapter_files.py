@@ -139,7 +139,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
 
     Raises ValueError in one line if there is no adapter, or one of another shape or kind; nothing is changed then.
     """
-    place = _place(model, Path(path))
+    place = place_of(model, Path(path))
     if place.is_file():
         values = {f"{PREFIX}{name}": tensor for name, tensor in read_lora(model, place)[0].items()}
     else:
@@ -167,7 +167,7 @@ def check_adapter(model: nn.Module, path: Path) -> list[str]:
     Uses no value of `model`, which may be on the meta device. Returns the keys of text encoders in a file of several
     models, which are left out.
     """
-    place = _place(model, path)
+    place = place_of(model, path)
     if place.is_file():
         return read_lora(model, place)[1]
     _check_config(model, place / CONFIG_FILE)
@@ -175,8 +175,8 @@ def check_adapter(model: nn.Module, path: Path) -> list[str]:
     return []
 
 
-def _place(model: nn.Module, path: Path) -> Path:
-    """Returns the folder of peft, or the file of a LoRA, that `path` is or has."""
+def place_of(model: nn.Module, path: Path) -> Path:
+    """Returns the folder of peft, or the file of a LoRA, that `path` is or has. Raises ValueError if it has neither."""
     if path.is_file():
         of_peft = path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).exists()
         path = path.parent if of_peft else path

@@ -206,7 +206,8 @@ class Diffusion(Task):
             scheduler, parts = read_scheduler(file), {} if index is None else read_object(index, ADVICE)
         if type(getattr(model, "network", None)).__name__ == "UNet2DModel" and (coders := {"vae", "vqvae"} & {*parts}):
             # With three channels, as pictures have them, pictures would pass for latents.
-            raise UserError(f"task={self.name}: the model takes latents of the {coders.pop()} in {index}: take another")
+            found = f"the model takes latents of the {coders.pop()} in {index}"
+            raise UserError(f"task={self.name}: {found}: take another model")
         if is_flow(scheduler) != self.takes_velocities:
             predicts = "velocities" if is_flow(scheduler) else scheduler.config.prediction_type
             other = "flow_matching" if is_flow(scheduler) else "noise_prediction"

@@ -10,7 +10,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from models.adapter_files import CONFIG_FILE, GIVE_OTHERS, check_adapter, load_adapter
+from models.adapter_files import CONFIG_FILE, GIVE_OTHERS, check_adapter, load_adapter, place_of
 from models.adapters import initialise_adapters, inject
 from models.json_files import read_object
 from models.weights import first_and_count
@@ -77,10 +77,11 @@ class RunAdapter:
         path = home_expanded(KEY, given)
         refuse_run(KEY, given, path)
         with as_user_error(f"{KEY}={given}: "):
-            left_out = check_adapter(model, path)
+            place, left_out = place_of(model, path), check_adapter(model, path)
         if left_out:
             logger.warning("%s=%s: %s left out, of a text encoder", KEY, given, first_and_count(left_out))
-        _warn_of_other(config, path if path.is_dir() else path.parent)
+        if place.is_dir():
+            _warn_of_other(config, place)
         return cls(config.seed, given, path)
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
@@ -97,8 +98,6 @@ def _warn_of_other(config: DictConfig, folder: Path) -> None:
 
     A base is told by the last part of its name: a copy on this machine has its folder in place of its owner.
     """
-    if not (folder / CONFIG_FILE).is_file():
-        return
     stored, weights = read_object(folder / CONFIG_FILE, GIVE_OTHERS), config.model.weights
     base, dropout = stored.get("base_model_name_or_path"), stored.get("lora_dropout", 0.0)
     if base and Path(base).name != Path(weights or "").name.partition("@")[0]:

@@ -196,6 +196,8 @@ def test_that_of_a_model_of_diffusers_has_its_scale_in_the_matrices(tmp_path: Pa
     # It begins a run, with alpha of that run; what is of other models is named.
     extended = tmp_path / "extended.safetensors"
     save_file(shared | {"text_encoder.q_proj.lora_A.weight": torch.ones(2)}, extended)
+    # It is of another adapter.
+    (tmp_path / "adapter_config.json").write_text("{")
     components = components_of(*job, f"adapter.weights={extended}")
     adapter = RunAdapter.of(components.config, components.model, starts=True)
     assert caplog.messages[-1].endswith("text_encoder.q_proj.lora_A.weight left out, of a text encoder")
