@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from models.adapters import is_adapted
 from models.loss import Head, tokens_per_chunk
 from offload import HostAdamW, Speculation
 from offload.knobs import GIB, parse_bytes
@@ -28,6 +29,9 @@ from training.settle.components import Components, trained_parameters
 DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
 # The further operations of torch on a tile that join and split a compact master; counted and not measured.
 DEVICE_REMAINDER_BYTES = 75
+# The speed of a host's update with moments in 8 bits, beside copies, to that with float32 ones (two H200s, 2026-11-29:
+# 4.3 and 6.4 billion parameters a second).
+CODES_SPEED = 0.7
 # The part of host memory with the logs for undoing updates.
 UNDO_LOG = "rollback buffers"
 # That of the averages of weights, with the weights themselves while the averages are in their place.
@@ -217,6 +221,18 @@ def ema_bytes(components: Components) -> int:
     return AVERAGE_BYTES * _count(trained) + (_bytes(trained) if swaps else 0)
 
 
+def checkpoint_bytes(components: Components) -> int:
+    """Returns the bytes of a checkpoint: weights, or those of an adapter; states; averages. 0 if the run saves none."""
+    if components.config.checkpoint.every is None and components.config.checkpoint.best is None:
+        return 0
+    model, trained = components.model, trained_parameters(components.model)
+    # By their ids, so that a tied weight counts once.
+    whole = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    weights = _bytes(trained if is_adapted(model) else whole.values())
+    averages = 0 if components.config.ema is None else AVERAGE_BYTES * _count(trained)
+    return weights + HostAdamW.planned_bytes(trained, components.state_format) + averages
+
+
 def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str, int]:
     """Returns bytes of host memory by part for the ranks of one host; `host` has those of one rank."""
     ranks = ranks_of_host(components.config)
@@ -242,10 +258,11 @@ def summed_after_backward(components: Components) -> Sequence[nn.Parameter]:
 def speed_of(form: StateFormat) -> float:
     """Returns the speed of the host's update relative to that with float32 masters and moments, bound by memory.
 
-    Where the cores compute tables or random bits, they are the limit, and no gain is assumed.
+    Where the cores compute tables or random bits, they are the limit: random bits bring no gain, tables a loss.
     """
     computes = form.state_dtype == "int8" or form.master == "stochastic"
-    return RATED_UPDATE_BYTES / (StateFormat() if computes else form).update_bytes
+    speed = RATED_UPDATE_BYTES / (StateFormat() if computes else form).update_bytes
+    return speed * (CODES_SPEED if form.state_dtype == "int8" else 1)
 
 
 def _averaging_ms(weights: Sequence[Tensor], components: Components, machine: Machine) -> float:

@@ -25,7 +25,7 @@ from training.config.modes import weights_node
 from training.errors import UserError, first_line
 from training.planning.dry_step import MOST_DRY, dry_step, forward_flops, reference_note, refuse_shapes, without_dry_run
 from training.planning.machine import Machine
-from training.planning.memory import PlannedMemory, PlannedUpdate, budgets_of, logits_bytes
+from training.planning.memory import PlannedMemory, PlannedUpdate, budgets_of, checkpoint_bytes, logits_bytes
 from training.planning.notes import notes_of, streamed_share
 from training.planning.report import RunPlan
 from training.planning.times import PlannedTimes
@@ -204,6 +204,7 @@ def _assembled(
         clipped_ms=times.clipped_ms,
         parameters=everything,
         trained_parameters=trained,
+        checkpoint_bytes=checkpoint_bytes(components),
         units=components.task.units(config),
         unit=components.task.unit,
         microbatches=config.microbatches,

@@ -16,6 +16,8 @@ from training.profiling.hardware import provenance
 from training.runs.files import PLAN_FILE, write_whole
 
 BUDGETS = ("vram_budget", "host_budget")
+# What a disk is taken to write; no plan measures one.
+DISK_BYTES_PER_S = GIB
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class RunPlan:
         kept_bytes: the activations that offload.budget=auto is taken to keep; a run keeps what there is room for.
         streamed: the share of the weights that stream; None where none do.
         timeline: the work of forward and backward, as far as the dry run went, and of the update.
+        checkpoint_bytes: of one on disk; 0 where the run is to save none.
         chosen: explains values that were not given, by key.
         facts: what the dataset says of its data, by label.
         budgets: what was asked for or what the machine has, whichever is less; None if neither is known.
@@ -74,6 +77,7 @@ class RunPlan:
     facts: Mapping[str, str] = field(default_factory=dict)
     parameters: int = 0
     trained_parameters: int = 0
+    checkpoint_bytes: int = 0
     units: int = 0
     unit: str = ""
     microbatches: int = 1
@@ -140,6 +144,7 @@ class RunPlan:
             "logits_bytes": self.logits_bytes,
             "square_bytes": self.square_bytes,
             "page_locked_bytes": self.pinned_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
             "step_bytes": dict(self.step_bytes),
             "floor_ms": self.floor_ms,
             "alone_ms": self.forecast.alone_ms,
@@ -181,6 +186,7 @@ class RunPlan:
             "predicted step": f"{self.forecast.step_ms:,.1f} ms, bound by {self.forecast.bound}",
             **({} if self.clipped_ms is None else {"predicted clipped step": f"{self.clipped_ms:,.1f} ms"}),
             **self._speed(),
+            **self._checkpoint(),
             **{f"note {number}": note for number, note in enumerate(self.notes, start=1)},
         }
 
@@ -220,6 +226,12 @@ class RunPlan:
         rate = self.units / step_s
         run = "" if self.steps is None else f"; {self.steps:,} steps take {_time(self.steps * step_s * 1e3)}"
         return {"speed": f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} {self.unit}/s{run}"}
+
+    def _checkpoint(self) -> dict[str, str]:
+        if not self.checkpoint_bytes:
+            return {}
+        nbytes, ms = self.checkpoint_bytes, self.checkpoint_bytes / DISK_BYTES_PER_S * 1e3
+        return {"a checkpoint": f"{format_bytes(nbytes)}; training waits {_time(ms)} if the disk takes 1 GiB/s"}
 
     def _against(self, budget: str, totals: Mapping[str, int]) -> str:
         needed, limit = totals[budget], self.limits().get(budget)

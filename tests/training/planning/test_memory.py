@@ -120,8 +120,9 @@ def test_only_formats_that_memory_alone_limits_are_planned_to_be_faster():
     compact = StateFormat()
     assert speed_of(compact) == pytest.approx(28 / 26)
     assert speed_of(StateFormat(state_dtype="bf16")) == pytest.approx(28 / 18)
-    for slow in (("compact", "int8"), ("stochastic", "bf16")):
-        assert speed_of(StateFormat(*slow)) == speed_of(compact)
+    assert speed_of(StateFormat("stochastic", "bf16")) == speed_of(compact)
+    for master in ("compact", "stochastic"):
+        assert speed_of(StateFormat(master, "int8")) == pytest.approx(0.7 * speed_of(compact))
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """On the CPU a plan predicts to the byte what a run copies in a step."""
 
+import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from offload.modes import tensor_swap
 from tests.training.helpers.in_process import SMALL_MODEL, run_here
@@ -70,3 +72,18 @@ def test_of_an_adapter_beside_frozen_weights(tmp_path: Path, mode: str):
     measured = moved(tmp_path, mode, "adapter=dora", "adapter.rank=2", "microbatches=2", "recompute=block")
     assert measured["transfer/d2h_gib"] == measured["transfer/activations_d2h_gib"]
     assert measured["transfer/h2d_gib"] > measured["transfer/activations_h2d_gib"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("offload=layer_stream", "optimizer.master=stochastic", "optimizer.state_dtype=int8", "precision=bf16"),
+        ("offload=none", "adapter=lora", "adapter.rank=64", "ema=0.9"),
+    ],
+    ids=["all", "adapter"],
+)
+def test_of_a_checkpoint(tmp_path: Path, keys: tuple[str, ...]):
+    run_here(tmp_path, *SMALL_MODEL, *JOB, *keys, "checkpoint.every=2")
+    files = set(tmp_path.glob("checkpoints/*/*.safetensors")) - set(tmp_path.glob("checkpoints/*/random.safetensors"))
+    stored = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+    assert json.loads((tmp_path / "plan.json").read_text())["checkpoint_bytes"] == stored

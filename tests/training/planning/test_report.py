@@ -66,6 +66,13 @@ def test_a_brief_plan_is_ten_lines_without_the_words_of_the_engine(planned, has_
     assert not [word for word in ("undo", "final", "speculat") if word in " ".join(brief.values())]
 
 
+def test_a_plan_has_the_time_of_a_save_where_the_run_saves(planned):
+    plan = replace(planned("checkpoint.every=10"), checkpoint_bytes=5 * 2**30)
+    assert plan.rows()["a checkpoint"] == "5.00 GiB; training waits 5 s if the disk takes 1 GiB/s"
+    assert "a checkpoint" in planned("checkpoint.best=eval/loss", "eval.every=5").rows()
+    assert "a checkpoint" not in planned().rows()
+
+
 def test_speed_and_time_of_a_run_follow_from_the_step(planned):
     plan = planned("offload=none", "steps=1000")
     plan = replace(plan, forecast=replace(plan.forecast, step_ms=12_000.0), units=6000, unit="tokens", microbatches=3)
