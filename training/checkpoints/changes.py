@@ -37,8 +37,8 @@ def config_text(config: DictConfig) -> str:
 def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key: str) -> None:
     """Refuses to resume if `config` differs from the checkpoint's configuration in a key that must not change.
 
-    `saved` is the configuration of the checkpoint in `folder`. Warns of changes that alter rounding or the learning
-    rate. Raises UserError, whose message begins with `key`.
+    `saved` is the configuration of the checkpoint in `folder`. Warns of changes that alter rounding. Raises
+    UserError, whose message begins with `key`.
     """
     changed = changed_values(config, saved)
     # The files of a frozen base, and its tokenizer with them, may lie elsewhere now: base and batches are compared.
@@ -84,11 +84,15 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
         raise UserError(
             f"{key}: the configuration is not the checkpoint's in {listed}: give the old values to resume{or_anew}"
         )
-    if "steps" in changed and OmegaConf.select(config, "schedule.final") is not None:
+
+
+def warn_of_steps(config: DictConfig, saved: dict[str, Any]) -> None:
+    """Warns if the learning rate falls over other steps than in `saved`. Epochs are steps in both configurations."""
+    if OmegaConf.select(config, "schedule.final") is not None and not _same(was := saved.get("steps"), config.steps):
         logger.warning(
             "steps: was %s, is %s: the learning rate falls over all steps, so the rest of the run differs from what it"
             " would have been",
-            *changed["steps"],
+            *(was, config.steps),
         )
 
 

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from offload.planning import usable_cores
 from training.checkpoints.base import BaseReference
+from training.checkpoints.changes import warn_of_steps
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.checkpoints.saving import check_best
 from training.checkpoints.state import RunState
@@ -127,6 +128,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         )
     if checkpoint is not None:
         checkpoint.check_steps(config.steps)
+        warn_of_steps(config, checkpoint.config)
         checkpoint.check_data(dataset, evaluation.sha256)
         if components.task.needs_table and checkpoint.state.step:
             components.task.table = saved_reference(checkpoint.folder, config, dataset)

@@ -31,7 +31,7 @@ def test_the_base_of_an_adapter_is_named_by_its_seed(tmp_path: Path):
     assert run.base.seed == 3
 
 
-def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
+def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     # 31 sequences of 32 tokens, 4 in a step.
     job = (
         *TINY_RUN, "dataset=stdlib", "dataset.max_tokens=1000", "steps=null", "log_every=1", "schedule=linear",
@@ -42,7 +42,12 @@ def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
     assert (last["train/tokens"], last["train/epoch"]) == (12 * 4 * 32, pytest.approx(48 / 31))
     # The rate falls over all steps.
     assert last["train/lr"] == pytest.approx(0.002 / 12)
-    with pytest.raises(UserError, match=r"it is at step 12, and steps=8: give more steps"):
+    # A checkpoint has their steps: the same epochs again are no change, and others are.
+    run_here(tmp_path / "run", *job, "epochs=1.5", "resume=auto")
+    assert "the learning rate falls over all steps" not in caplog.text
+    run_here(tmp_path / "run", *job, "epochs=2", "resume=auto")
+    assert "steps: was 12, is 16: the learning rate falls over all steps" in caplog.text
+    with pytest.raises(UserError, match=r"it is at step 16, and steps=8: give more steps"):
         run_here(tmp_path / "run", *job, "epochs=1", "resume=auto")
     with pytest.raises(UserError, match=r"epochs=1: this dataset does not know how many examples it has: give steps=N"):
         run_here(tmp_path / "random", *TINY_RUN, "steps=null", "epochs=1")
