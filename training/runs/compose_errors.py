@@ -45,6 +45,8 @@ OF_ANOTHER_TYPE = re.compile(
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "str": "a text"}
 KINDS |= {"Union[int": "a whole number, or auto"}
 KINDS |= dict.fromkeys(("Union[str", "Optional[Union[str"), "bytes, such as 24GiB")
+# By key: its type has the name of those of bytes.
+KINDS["recompute.tile"] = "a whole number of tokens, auto or null"
 # Keys whose value people leave out.
 SWITCHES = ("plan", "force", "trace")
 
@@ -153,7 +155,7 @@ def _about_key(cause: OmegaConfBaseException, where: str) -> str:
         has_none = f"has no value of its own: give one of its keys: {keys}" if keys else "must have a value"
         return f"{where}{key}={not_keys[1]}: {has_none}"
     if other := OF_ANOTHER_TYPE.match(message):
-        return f"{where}{key}={other[1]}: must be {KINDS.get(other[2], other[2])}"
+        return f"{where}{key}={other[1]}: must be {KINDS.get(key) or KINDS.get(other[2], other[2])}"
     return f"{where}{key}: {message}"
 
 

@@ -20,6 +20,7 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("steps=many", "steps=many: must be a whole number"),
         ("schedule.warmup=0.03", "schedule.warmup=0.03: must be a whole number, or auto"),
         ("vram_budget=0.5", "vram_budget=0.5: must be bytes, such as 24GiB"),
+        ("recompute.tile=0.5", "recompute.tile=0.5: must be a whole number of tokens, auto or null"),
         ("optimizer.eps=fast", "optimizer.eps=fast: must be a number"),
         ("adapter=qlora", "adapter=qlora: there is no such option: write adapter=lora quantize=nf4"),
         (
