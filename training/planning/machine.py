@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
+from typing import Self
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -51,6 +52,9 @@ from training.weights.mapped import is_mapped, largest_file
 ACHIEVED_SHARE = 0.57
 # Of the rate of other products, that of attention over long rows: 478 of 650 TFLOP/s on an H200, 16k tokens.
 ATTENTION_SHARE = 0.75
+# Beyond so many tokens attention loses this share of its rate with each doubling, as keys and values leave the cache:
+# 486, 459 to 480, 447 and 430 of 491 TFLOP/s over 2^17 to 2^20 tokens, on H200s that draw all the power they may.
+ATTENTION_TOKENS, LOST_A_DOUBLING = 65_536, 0.025
 # GB/s read and written by copies within a GPU, if nothing was measured.
 DEVICE_GB_S = 1000.0
 # Of that rate, what operations other than products and copies reach: six models on an H200 (docs/log.md).
@@ -81,7 +85,8 @@ class Machine:
     from others of its host (None: as over the bus with both ways busy). `update_gparams_s` is the speed of host_adamw
     beside copies, with float32 states, `disk_gb_s` that of files of weights. The TFLOP/s are those of blocks; those of
     products of experts alone, in bf16, are `grouped_tflops` (None: as of other products), those of causal attention
-    over long rows `attention_tflops` (None: `ATTENTION_SHARE` of other products).
+    over rows of 16,384 tokens `attention_tflops` (None: `ATTENTION_SHARE` of other products). `attention_slowdown` is
+    the time of attention over the rows of a run to that at this rate.
     """
 
     name: str
@@ -99,6 +104,7 @@ class Machine:
     grouped_tflops: float | None = None
     attention_tflops: float | None = None
     source: str = "preset"
+    attention_slowdown: float = 1.0
 
     @property
     def bandwidth(self) -> Bandwidth:
@@ -117,7 +123,14 @@ class Machine:
         for kind, tflops in given.items():
             if tflops is not None:
                 costs[kind] = self.flops_per_s(torch.bfloat16) / tflops / 1e12
+        if "attention" in costs:
+            costs["attention"] *= self.attention_slowdown
         return {"memory_gb_s": self.memory_gb_s, "links_gb_s": links_gb_s, "costs": costs}
+
+    def over_rows(self, tokens: int) -> Self:
+        """Returns it for a run with rows of `tokens`."""
+        doublings = max(math.log2(tokens / ATTENTION_TOKENS), 0.0)
+        return replace(self, attention_slowdown=1 / (1 - LOST_A_DOUBLING * doublings))
 
     def speeds(self, dtype: torch.dtype) -> tuple[Bandwidth, float]:
         """Returns the speeds of a step in `dtype`: those of copies, and FLOP/s."""

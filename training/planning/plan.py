@@ -59,7 +59,7 @@ def plan_filled(
     this machine, which are not made again, and get those that are made. Raises UserError for a release of gradients
     that was asked for and cannot be.
     """
-    known = {} if steps is None else steps
+    known, machine = {} if steps is None else steps, machine.over_rows(components.config.seq_len)
     return with_gradients_chosen(components, lambda some: _plan_filled(some, machine, has_gpu, known))
 
 

@@ -173,10 +173,12 @@ class Loop:
     def _save_or_stop(self, step: int, batch: Batch) -> bool:
         """Saves the run after a step if that is due or a signal asked it to stop; returns True if the run stops."""
         job, last = self._job, step == self._config.steps
-        if job.checkpoints.due(step) or self._is_stopped():
+        saves = job.checkpoints.due(step) or self._is_stopped()
+        if saves:
             job.ranks.check_equal(saves=True)
         saved = job.checkpoints.due(step) and self._recorder.save(step, batch, required=last)
-        if not self._is_stopped() or (last and not self._lacks_observation(step)):
+        # A signal since then is for the next step: other ranks may still update what all share.
+        if not saves or not self._is_stopped() or (last and not self._lacks_observation(step)):
             return False
         if not saved:
             self._recorder.save(step, batch, required=True)

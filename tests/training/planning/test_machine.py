@@ -74,6 +74,15 @@ def test_attention_costs_what_the_probe_measured_or_a_share():
     assert "attention" not in Machine("a CPU", 1, 1, 1, 1, 1, bf16_tflops=1, fp32_tflops=1).rates["costs"]
 
 
+def test_attention_over_very_long_rows_costs_more(planned):
+    machine = preset("h200")
+    for tokens, slowdown in ((16_384, 1), (65_536, 1), (524_288, 1 / 0.925)):
+        costs = machine.over_rows(tokens).rates["costs"]
+        assert costs["attention"] == pytest.approx(slowdown * machine.rates["costs"]["attention"])
+        assert machine.over_rows(tokens).flops_per_s(torch.bfloat16) == machine.flops_per_s(torch.bfloat16)
+    assert planned("seq_len=262144", "batch_size=1").machine.attention_slowdown == pytest.approx(1 / 0.95)
+
+
 def test_products_of_experts_have_no_rate_beside_one_that_is_given():
     keep(CPU, KEPT | {"grouped_tflops": 0.1, "bf16_tflops": 0.2})
     assert machine_of(components_of()).grouped_tflops == 0.1

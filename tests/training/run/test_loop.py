@@ -6,6 +6,8 @@ import json
 import math
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from training.data.synthetic_images import SyntheticImages
 from training.errors import UserError
 from training.parallel.ranks import Share, shares_of
 from training.planning.advice import nonfinite_advice
-from training.run.loop import clip_scale, forward_backward, gradient_norm, looked_ahead
+from training.run.loop import Loop, clip_scale, forward_backward, gradient_norm, looked_ahead
 from training.run.recorder import Recorder
 from training.tasks.causal_lm import CausalLM
 
@@ -216,6 +218,22 @@ def test_what_is_drawn_after_a_step_does_not_depend_on_its_microbatches(tmp_path
 
 # Adam moves every weight by lr, so activations overflow after one step.
 OVERFLOW = ("optimizer.lr=1e30",)
+
+
+def test_what_a_signal_asks_for_is_saved_once_all_ranks_have_ended_their_updates():
+    """One that comes when they were not asked for that is for the step after."""
+    calls = Mock()
+    calls.due.return_value = False
+    config = SimpleNamespace(steps=9)
+    job = SimpleNamespace(components=SimpleNamespace(config=config), checkpoints=calls, ranks=calls)
+    arriving = iter((None, *["SIGTERM"] * 3))
+    stop = type("Stop", (), {"signal": property(lambda _: next(arriving))})()
+    loop = Loop(job, calls, stop)
+    assert not loop._save_or_stop(3, batch())
+    calls.save.assert_not_called()
+    next(arriving)
+    assert loop._save_or_stop(4, batch())
+    assert [name for name, *_ in calls.method_calls if name != "due"] == ["check_equal", "save"]
 
 
 @pytest.mark.parametrize(
