@@ -9,9 +9,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-import yaml
+from hydra import compose
 
 from tests import ROOT
+from tests.training.helpers.in_process import conf_initialised
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed (pip install wandb-workspaces)")
 
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
     from wandb_workspaces.workspaces import Workspace, internal
 
 from scripts import dashboard
+from training.config.modes import options_of
 from training.errors import UserError
 from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
 
@@ -106,5 +108,6 @@ def test_publishing_saves_the_workspace_for_the_default_entity(monkeypatch, caps
 
 
 def test_the_project_is_the_one_that_runs_go_to():
-    for path in (ROOT / "conf" / "tracking").glob("*.yaml"):
-        assert yaml.safe_load(path.read_text())["project"] == dashboard.PROJECT
+    for option in options_of("tracking"):
+        with conf_initialised():
+            assert compose("config", [f"tracking={option}"]).tracking.project == dashboard.PROJECT

@@ -8,8 +8,8 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
+import yaml
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
@@ -79,7 +79,7 @@ def _rows(node: DictConfig, key: str, option: str) -> Iterator[tuple[str, str]]:
         # An adapter is explained where its keys are: one of them is no argument of its class.
         explained = explanations(schema) or (explanations(get_class(schema._target_)) if "_target_" in node else {})
     else:
-        explained = _comments(CONF / group / f"{option}.yaml")
+        explained = _comments(group, option)
     for name in node:
         value = "required" if OmegaConf.is_missing(node, name) else node[name]
         if OmegaConf.is_dict(value) and OmegaConf.get_type(value) in SCHEMAS[group].values():
@@ -88,16 +88,24 @@ def _rows(node: DictConfig, key: str, option: str) -> Iterator[tuple[str, str]]:
             yield f"{key}.{name}", f"{explained.get(name, '')} [{_shown(value)}]".strip()
 
 
-def _comments(path: Path) -> dict[str, str]:
-    """Returns the comment above each key of an option's file; of keys that share one, the first has it."""
+def _comments(group: str, option: str) -> dict[str, str]:
+    """Returns the comment above each key of an option's file, and of the options that it begins with.
+
+    Of keys that share a comment, the first has it.
+    """
+    path = CONF / group / f"{option}.yaml"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     found: dict[str, str] = {}
+    for base in (yaml.safe_load(text) or {}).get("defaults", ()):
+        if isinstance(base, str) and base[0] not in "/_":
+            found |= _comments(group, base.partition("@")[0])
     comment: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in text.splitlines():
         if line.startswith("#"):
             comment.append(line.lstrip("# "))
         else:
             if name := re.match(r"\w+(?=:)", line):
-                found[name[0]] = " ".join(comment)
+                found[name[0]] = " ".join(comment) or found.get(name[0], "")
             comment = []
     return found
 

@@ -124,6 +124,12 @@ def test_keys_are_explained_by_the_comments_of_the_options_file():
     assert "dataset.split [train]" in page
 
 
+def test_keys_that_an_option_has_from_another_are_explained_as_there():
+    page = " ".join(knobs("dataset", "dataset=letters").split())
+    assert "dataset.size Height and width in pixels. [16]" in page
+    assert "model.attention sdpa, eager or another backend" in " ".join(knobs("model", "model=gpt2").split())
+
+
 def test_an_experiment_shows_what_it_sets():
     with conf_initialised():
         config = compose("config", ["experiment=quickstart"], return_hydra_config=True)
