@@ -120,7 +120,7 @@ class NoQuantize:
 
 @dataclass
 class Quantize:
-    """The keys of every format. Those that an option adds are arguments of the format."""
+    """The keys of every format, and all of int8. Those that another option adds are arguments of the format."""
 
     include: list[str] | None = MISSING
     exclude: list[str] | None = MISSING
@@ -264,7 +264,7 @@ TASKS = {
 }
 QUANTIZE = {
     "none": NoQuantize,
-    "int8": make_dataclass("QuantizeInt8", (), bases=(Quantize,)),
+    "int8": Quantize,
     "float8": make_dataclass("QuantizeFloat8", (), bases=(Quantize,)),
     "int4": QuantizeInt4,
     "nf4": QuantizeNf4,
