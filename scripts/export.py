@@ -24,9 +24,8 @@ if __name__ == "__main__":
     starting.refuse_foreign_python()
     starting.end_on_interrupt()
 
-from offload import KnobError
 from offload.knobs import parse_bytes
-from training.errors import UserError
+from training.errors import as_user_error
 from training.runs import compose_errors, console
 
 
@@ -47,10 +46,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     from training.saved_runs.export import export
 
-    try:
+    with as_user_error(""):
         limit = parse_bytes("--max-shard", options.max_shard)
-    except KnobError as error:
-        raise UserError(str(error)) from None
     names = export(options.run, options.out, options.overrides, limit, options.merge)
     print(f"{options.out}: {', '.join(names)}")
 

@@ -33,9 +33,8 @@ if __name__ == "__main__":
     starting.end_on_interrupt()
     starting.expand_segments()
 
-from offload import KnobError
 from offload.knobs import in_range
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.runs import compose_errors, console
 from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage, take_tokenizer
 from training.visible_text import visible_lines
@@ -59,10 +58,8 @@ RANGES = {
 def check_ranges(options: argparse.Namespace) -> None:
     """Raises UserError for a number on the command line that is out of its range."""
     for name, bounds in RANGES.items():
-        try:
+        with as_user_error(""):
             in_range(f"--{name.replace('_', '-')}", getattr(options, name), **bounds)
-        except KnobError as error:
-            raise UserError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -140,13 +137,11 @@ def filled(components: Components, checkpoint: Path, seed: int) -> Iterator[tupl
 
     with acquired(components.device) as streams, attached(components, streams) as under_mode:
         model = under_mode.model
-        try:
+        with as_user_error(f"{checkpoint}: "):
             fill_buffers(model)
             load_model(model, checkpoint, components.config, components.device)
             with observed(model, seed, streams.device), under_mode.inference():
                 yield model, streams.device
-        except ValueError as error:
-            raise UserError(f"{checkpoint}: {error}") from error
 
 
 def text_of(options: argparse.Namespace) -> str:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from models.quiet_imports import hide_bars
 from models.whole_folder import refuse_present
-from training.errors import UserError
+from training.errors import as_user_error
 from training.runs import compose_errors, console
 
 SIZE = 32
@@ -115,10 +115,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=120, help="pictures [%(default)s]")
     parser.add_argument("--vae-steps", type=int, default=300, help="steps that train the VAE [%(default)s]")
     options = parser.parse_args()
-    try:
+    with as_user_error(""):
         refuse_present(options.folder)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     torch.manual_seed(0)
     pictures = draw(options.folder / "pictures", options.count)
     hide_bars()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.runs.bounded_files import DamagedError, read_json
 from training.runs.checkpoint_files import BASE_FILE, sha256_of_file, side_by_side
 from training.weights.files import ModelWeights, weight_files
@@ -34,11 +34,9 @@ class BaseReference:
         if weights is None:
             return cls(seed, None, {})
         path = weights.path()
-        try:
+        with as_user_error(f"model.weights={weights.given}: ", (DamagedError, ValueError, FileNotFoundError)):
             files = sorted(weight_files(path))
             digests = side_by_side([partial(sha256_of_file, file) for file in files])
-        except (DamagedError, ValueError, FileNotFoundError) as error:
-            raise UserError(f"model.weights={weights.given}: {error}") from error
         within = path if path.is_dir() else path.parent
         names = [str(file.relative_to(within)) for file in files]
         revision = weights.on_hub.revision if weights.on_hub else None
@@ -58,10 +56,8 @@ class BaseReference:
 
     def check(self, folder: Path, key: str, name: str = BASE_FILE) -> None:
         """Raises UserError, whose message begins with `key`, unless the file `name` in `folder` names this base."""
-        try:
+        with as_user_error(f"{key}: ", DamagedError):
             saved = read_json(folder / name)
-        except DamagedError as error:
-            raise UserError(f"{key}: {error}") from error
         if (saved.get("seed"), saved.get("sha256")) == (self.seed, self.sha256):
             return
         if saved.get("weights") is None:

@@ -16,7 +16,7 @@ from training.batches import sha256_of
 from training.checkpoints.changes import refuse_changes, weights_key
 from training.checkpoints.state import RunState, digest_of_all, load_tensors, read_state, restore_random_states
 from training.config.declare import AUTO
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.optim import set_step
 from training.runs.checkpoint_files import (
     MANIFEST_FILE,
@@ -107,11 +107,9 @@ class Checkpoint:
 
         Raises UserError for a file that does not fit, before a tensor changes.
         """
-        try:
+        with as_user_error(f"resume={self.folder}: ", DamagedError):
             restore_random_states(self.folder, device)
             load_tensors(self.folder, self.files, model, optimizer, averages)
-        except DamagedError as error:
-            raise UserError(f"resume={self.folder}: {error}") from error
         set_step(schedule, self.state.step)
         logger.info("resuming after step %d of %s", self.state.step, self.folder)
 

@@ -9,14 +9,13 @@ from typing import get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from offload import KnobError
 from offload.knobs import in_range, parse_bytes
 from training.config.construct import check_optimizer, make_mode
 from training.config.datasets import check_dataset
 from training.config.declare import AUTO
 from training.config.schema import SCHEMAS, Homes, Llama
 from training.config.unknown_keys import unknown_key
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.visible_text import visible
 
 # A budget that is a smaller number is one whose unit was forgotten: no process runs in so few bytes.
@@ -97,11 +96,8 @@ def _check_ranges(prefix: str, node: DictConfig) -> None:
             if value not in words:
                 raise UserError(f"{prefix}{entry.name}={visible(value)}: must be a number, or {' or '.join(words)}")
         elif value is not None:
-            try:
+            with as_user_error("", after=", or null" if type(None) in kinds else ""):
                 in_range(f"{prefix}{entry.name}", value, **bounds)
-            except KnobError as error:
-                or_null = ", or null" if type(None) in kinds else ""
-                raise UserError(f"{error}{or_null}") from None
 
 
 def _check_rules(config: DictConfig) -> None:
@@ -158,10 +154,8 @@ def _check_rules(config: DictConfig) -> None:
 
 
 def _check_budget(key: str, value: str | int, alternative: str) -> None:
-    try:
+    with as_user_error("", after=f", or {alternative}"):
         nbytes = parse_bytes(key, value)
-    except ValueError as error:
-        raise UserError(f"{error}, or {alternative}") from None
     if str(value).strip().isdigit() and 0 < nbytes < LEAST_WITHOUT_UNIT:
         raise UserError(f"{key}={value}: is a number of bytes: give a unit, {key}={value}GiB, or {alternative}")
 

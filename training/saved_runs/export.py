@@ -32,7 +32,7 @@ from training.config.schema import Precision, chosen_format, quantises
 from training.data.chats.templates import Template
 from training.data.library_tokenizer import TEMPLATE_FILE, files_in
 from training.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.runs.checkpoint_files import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.runs.files import home_expanded
 from training.runs.invocation import Invocation
@@ -176,10 +176,8 @@ def merged_model(components: Components, checkpoint: Path) -> tuple[nn.Module, R
         model = attachment.model
         fill_buffers(model)
         load_model(model, checkpoint, components.config, torch.device("cpu"))
-    try:
+    with as_user_error("--merge: "):
         merge_adapter(model)
-    except ValueError as error:
-        raise UserError(f"--merge: {error}") from error
     tensors = model.state_dict()
     return model, tensors.__getitem__
 

@@ -15,7 +15,7 @@ from training.config import schema
 from training.config.adapter import has_adapter
 from training.config.declare import AUTO
 from training.config.validation import check
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.runs.checkpoint_files import (
     MANIFEST_FILE,
     MODEL_FILES,
@@ -73,10 +73,8 @@ def take_tokenizer(config: DictConfig, checkpoint: Path) -> None:
     """Replaces dataset.tokenizer=auto in `config` by the run's tokenizer. Raises UserError for a damaged checkpoint."""
     if config.dataset.get("tokenizer") != AUTO:
         return
-    try:
+    with as_user_error("", DamagedError, after=": give another checkpoint"):
         dataset = read_config(checkpoint).get("dataset")
-    except DamagedError as error:
-        raise UserError(f"{error}: give another checkpoint") from error
     if isinstance(dataset, dict) and "tokenizer" in dataset:
         # Values are read as texts.
         config.dataset.tokenizer = None if dataset["tokenizer"] == "null" else dataset["tokenizer"]
@@ -84,12 +82,10 @@ def take_tokenizer(config: DictConfig, checkpoint: Path) -> None:
 
 def refuse_damage(checkpoint: Path, config: DictConfig) -> None:
     """Raises UserError if the checkpoint's weights, or the config.json of model.source, have changed since the save."""
-    try:
+    with as_user_error("", DamagedError, after=": give another checkpoint"):
         files = read_manifest(checkpoint)
         verify(checkpoint, {name: record for name, record in files.items() if name.startswith(MODEL_FILES)})
         saved = read_state(checkpoint).source_sha256
-    except DamagedError as error:
-        raise UserError(f"{error}: give another checkpoint") from error
     if saved not in (None, source_digest(config.model)):
         raise UserError(
             f"{checkpoint}: model.source={config.model.source}: its config.json is not that of the run: restore it"

@@ -39,7 +39,7 @@ from training.config.modes import weights_node
 from training.config.rates import Choice
 from training.config.schema import OnNonfinite, Pipeline, Precision
 from training.data.pipeline_folder import pipeline_folder
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.metrics.progress import phase
 from training.parallel.ranks import shares_homes
 from training.parallel.sequence import divide
@@ -337,10 +337,8 @@ def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tupl
     """Finds the blocks to recompute. Raises UserError if the model has no list of blocks."""
     if not recomputes(config) or mode.recomputes:
         return ()
-    try:
+    with as_user_error(""):
         return tuple(block for _, block in find_blocks(model, key="recompute"))
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def reasons_of(found: Components) -> dict[str, str]:

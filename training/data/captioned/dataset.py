@@ -272,10 +272,8 @@ class Captioned:
         batch = {IMAGES: torch.stack(images)}
         if self._masked:
             batch[LOSS_MASK] = torch.stack(masks)
-        try:
+        with as_user_error("dataset=captioned: "):
             merged = call.merged(conditions)
-        except ValueError as error:
-            raise UserError(f"dataset=captioned: {error}") from error
         return batch | {f"{ASKED}{name}": tensor for name, tensor in merged.items()}
 
     def _asked(self, picture: CaptionedPicture, view: View) -> Asked:

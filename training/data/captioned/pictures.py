@@ -18,7 +18,7 @@ from training.data.captioned.columns import ColumnPicture
 from training.data.images import EXTENSIONS, existing_folder, files_below
 from training.data.packing import random_words
 from training.data.pictures import CROPS, as_images, cut, decoded_with_alpha, upright_size
-from training.errors import UserError
+from training.errors import UserError, as_user_error
 from training.runs.bounded_files import DamagedError, opened
 
 MASK = "-mask.png"
@@ -223,11 +223,9 @@ def _digest(path: Path | ColumnPicture) -> str:
     found = _file(path)
     if isinstance(found, bytes):
         return hashlib.sha256(found).hexdigest()
-    try:
-        with opened(found) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except DamagedError as error:
-        raise UserError(f"dataset: cannot use the picture {error}; repair or remove it") from None
+    refused = as_user_error("dataset: cannot use the picture ", DamagedError, after="; repair or remove it")
+    with refused, opened(found) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folders_of(folder: str | Sequence[str] | Mapping[str, int]) -> dict[Path, int]:
