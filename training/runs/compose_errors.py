@@ -45,8 +45,8 @@ OF_ANOTHER_TYPE = re.compile(
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "str": "a text"}
 KINDS |= {"Union[int": "a whole number, or auto"}
 KINDS |= dict.fromkeys(("Union[str", "Optional[Union[str"), "bytes, such as 24GiB")
-# By key: its type has the name of those of bytes.
-KINDS["recompute.tile"] = "a whole number of tokens, auto or null"
+# By key, whose types have the names of others, or none to show.
+KINDS |= {"recompute.tile": "a whole number of tokens, auto or null", "adapter.experts": "true, false or shared"}
 # Keys whose value people leave out.
 SWITCHES = ("plan", "force", "trace")
 

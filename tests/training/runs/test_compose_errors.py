@@ -75,10 +75,17 @@ def test_a_refusal_is_one_line(override: str, line: str):
     assert "\n" not in explain_refusal(caught.value)
 
 
-def test_all_layers_have_another_name_here():
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("adapter.targets=all-linear", "adapter.targets=all-linear: write adapter.targets=null"),
+        ("adapter.experts=0", "adapter.experts=0: must be true, false or shared"),
+    ],
+)
+def test_a_refusal_of_a_key_of_adapters_says_what_to_write(override: str, line: str):
     with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception, match=r".") as caught:
-        compose("config", ["adapter=lora", "adapter.targets=all-linear"])
-    assert explain_refusal(caught.value) == "adapter.targets=all-linear: write adapter.targets=null"
+        compose("config", ["adapter=lora", override])
+    assert explain_refusal(caught.value) == line
 
 
 def test_an_option_of_a_sweep_that_lacks_a_key_of_the_others_starts_no_job(tmp_path: Path):
