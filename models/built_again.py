@@ -39,12 +39,8 @@ def without_weights(build: Build, kept: Collection[tuple[type[nn.Module], str]] 
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(to_meta)
-    try:
-        with torch.device("cpu"):
-            return build()
-    finally:
-        hook.remove()
+    with register_module_parameter_registration_hook(to_meta), torch.device("cpu"):
+        return build()
 
 
 def with_buffers(build: Build) -> Model:

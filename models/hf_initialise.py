@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
@@ -232,11 +232,8 @@ def _computed(shell: PreTrainedModel, module: str, names: list[str], seed: int) 
 @contextmanager
 def _in_place_of(original: nn.Module, other: nn.Module, name: str, shell: PreTrainedModel) -> Iterator[None]:
     """Inside the block the model has another module of that name: xLSTM looks up which one it initialises."""
-    if not name:
+    with ExitStack() as undo:
+        if name:
+            shell.set_submodule(name, other)
+            undo.callback(shell.set_submodule, name, original)
         yield
-        return
-    shell.set_submodule(name, other)
-    try:
-        yield
-    finally:
-        shell.set_submodule(name, original)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,14 @@ def find_places(model: nn.Module, path: Path, cache: CacheFile | None = None) ->
     """
     by_library = None if has_own_names(model, path) else getattr(model, "matched", None)
     matched, stored = matched_weights(model, path) if by_library is None else by_library(path)
-    places, offsets = Places(), _Offsets()
+    # The header of each file is read once.
+    places, offsets_in = Places(), functools.cache(read_offsets)
+
+    def place_of(name: str, stored: Mapping[str, StoredTensor]) -> Place:
+        file = stored[name].file
+        begin, end = offsets_in(file)[name]
+        return Place(file, begin, end - begin)
+
     for parameter in model.parameters():
         places.reasons[parameter] = "are made of several stored tensors, or are not in the files"
     for name, tensor in matched.items():
@@ -51,26 +59,12 @@ def find_places(model: nn.Module, path: Path, cache: CacheFile | None = None) ->
         if dtype != DTYPE_NAMES.get(tensor.dtype):
             places.reasons[tensor] = f"are {dtype} in the files, and {tensor.dtype} here"
         elif not isinstance(tensor, QuantisedWeight):
-            places.found[tensor] = [offsets.place_of(name, stored)]
+            places.found[tensor] = [place_of(name, stored)]
     entries = cache.checked(model) if cache is not None and cache.exists else None
     for name, weight in quantised_weights(model):
         places.reasons[weight] = "are quantised by this run: the file that it leaves serves the next run"
         if entries is not None:
-            places.found[weight] = [offsets.place_of(each, entries) for each in stored_tensors(name, weight)]
+            places.found[weight] = [place_of(each, entries) for each in stored_tensors(name, weight)]
     for tensor in places.found:
         places.reasons.pop(tensor, None)
     return places
-
-
-class _Offsets:
-    """Reads the header of each file once."""
-
-    def __init__(self) -> None:
-        self._of_file: dict[Path, dict[str, tuple[int, int]]] = {}
-
-    def place_of(self, name: str, stored: Mapping[str, StoredTensor]) -> Place:
-        file = stored[name].file
-        if file not in self._of_file:
-            self._of_file[file] = read_offsets(file)
-        begin, end = self._of_file[file][name]
-        return Place(file, begin, end - begin)

@@ -38,13 +38,14 @@ from hydra.utils import get_class
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from offload import WeightMode, acquire, release
+from offload import WeightMode
 from offload.knobs import GIB
 from offload.planning import Bandwidth, floor_ms, measure_bandwidth
 from scripts.workload import make_workload, parsed, parser, timed_steps
 from training.config.modes import RESIDENT, mode_options
 from training.profiling.hardware import vram_peak_gib, vram_reserved_gib
 from training.runs import console, starting
+from training.settle.components import acquired
 from training.visible_text import visible
 
 # Counters of a mode whose growth in a step is reported.
@@ -78,10 +79,8 @@ def weight_modes() -> list[str]:
 
 def bandwidths(device: torch.device) -> dict[str, float]:
     """Measures the bus of `device`, in GB/s."""
-    streams = acquire(device)
-    speed = measure_bandwidth(streams)
-    release(streams)
-    return dataclasses.asdict(speed)
+    with acquired(device) as streams:
+        return dataclasses.asdict(measure_bandwidth(streams))
 
 
 def measure(spec: str, options: argparse.Namespace) -> dict:

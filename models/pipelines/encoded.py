@@ -12,11 +12,12 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import torch
@@ -97,14 +98,9 @@ class EncodedFolder:
         calls = {call.noise: call for call in calls} | _planned.get(self.path, {})
         return sorted(calls.values(), key=lambda call: (-torch.Size(call.noise).numel(), call.noise))
 
-    @contextmanager
-    def planned(self, calls: Sequence[NetworkCall]) -> Iterator[None]:
+    def planned(self, calls: Sequence[NetworkCall]) -> AbstractContextManager:
         """Has `calls` known inside the block, and not kept: those that a plan has asked for without values."""
-        _planned[self.path] = {call.noise: call for call in calls}
-        try:
-            yield
-        finally:
-            del _planned[self.path]
+        return patch.dict(_planned, {self.path: {call.noise: call for call in calls}})
 
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 # Digits are told apart in bfloat16, also after a scheduler has multiplied them.
 BASE = 64
@@ -295,11 +295,7 @@ def _has_each(value: Any, examples: int) -> bool:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Returns `value`, a tensor or containers of tensors, with all tensors on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: moved(each, device) for key, each in value.items()}
-    return type(value)(moved(each, device) for each in value) if isinstance(value, (list, tuple)) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def digits_of(shape: Sequence[int], digit: int) -> Tensor:

@@ -6,7 +6,7 @@ each expert and two more, until the metrics of the step are read.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
@@ -67,16 +67,13 @@ class RouterMeter:
     @contextmanager
     def counting(self, wanted: bool) -> Iterator[None]:
         """Counts the forwards inside `forward_of`, inside this block, if that is `wanted`; forgets those before."""
-        self._sums, self._seen, hooks = {}, {}, []
-        for place, (router, index) in enumerate(self._routers.items() if wanted else ()):
-            hooks.append(router.register_forward_hook(partial(self._count, place, index)))
-        if wanted and self._balanced is not None:
-            hooks.append(self._balanced.register_forward_hook(self._count_auxiliary))
-        try:
+        self._sums, self._seen = {}, {}
+        with ExitStack() as hooks:
+            for place, (router, index) in enumerate(self._routers.items() if wanted else ()):
+                hooks.enter_context(router.register_forward_hook(partial(self._count, place, index)))
+            if wanted and self._balanced is not None:
+                hooks.enter_context(self._balanced.register_forward_hook(self._count_auxiliary))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def sums(self) -> dict[int, list[float]]:
         """Returns by router its experts' tokens, its entropies in nats and its tokens. Waits for the device."""

@@ -9,8 +9,9 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from omegaconf import DictConfig
@@ -114,17 +115,9 @@ def _dry_run(
         )
 
 
-@contextmanager
-def _exchanges_counted(config: DictConfig, model: nn.Module, links: PlannedSharers) -> Iterator[None]:
+def _exchanges_counted(config: DictConfig, model: nn.Module, links: PlannedSharers) -> AbstractContextManager:
     """Inside the block, what ranks exchange that divide rows of `model` comes over `links`."""
-    if config.parallel.sequence == 1:
-        yield
-        return
-    before, model.divided.planned = model.divided.planned, links.receive
-    try:
-        yield
-    finally:
-        model.divided.planned = before
+    return nullcontext() if config.parallel.sequence == 1 else patch.object(model.divided, "planned", links.receive)
 
 
 def forward_flops(components: Components) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from omegaconf import DictConfig
 from torch import nn
@@ -69,12 +69,8 @@ def _why_whole(mode: Mode, model: nn.Module) -> str | None:
 @contextmanager
 def in_tiles(config: DictConfig, model: nn.Module) -> Iterator[None]:
     """Surrounds the time in which a mode is attached to `model`, whose blocks then compute in the tiles of `config`."""
-    if config.recompute.tile is None:
+    with ExitStack() as undo:
+        if config.recompute.tile is not None:
+            blocks = (block for _, block in find_blocks(model, key="recompute.tile"))
+            undo.callback(compute_in_tiles(blocks, config.recompute.tile))
         yield
-        return
-    blocks = (block for _, block in find_blocks(model, key="recompute.tile"))
-    undo = compute_in_tiles(blocks, config.recompute.tile)
-    try:
-        yield
-    finally:
-        undo()
