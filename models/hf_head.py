@@ -38,12 +38,7 @@ class PlainHead:
         """Returns what the head is applied to, [batch, seq_len, hidden_size]; `more` are options of the call."""
         arguments, options = list(self.arguments), {**self.options, **more}
         (arguments if isinstance(self.ids, int) else options)[self.ids] = input_ids
-        return below_head(model)(*arguments, **options).last_hidden_state
-
-
-def below_head(model: nn.Module) -> nn.Module:
-    """Returns the part of a transformers model that computes the hidden states; the model itself if it has no part."""
-    return model.base_model
+        return model.base_model(*arguments, **options).last_hidden_state
 
 
 def use_plain_head(model: nn.Module) -> PlainHead | None:
@@ -57,7 +52,8 @@ def use_plain_head(model: nn.Module) -> PlainHead | None:
         How to call the model below the head; None if the logits must be computed as the model does, which is then
         unchanged.
     """
-    head, below = model.get_output_embeddings(), below_head(model)
+    # The second is the model itself where no part of it computes the hidden states.
+    head, below = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or head.bias is not None or below is model:
         return None
     if head._forward_hooks or head._forward_pre_hooks:

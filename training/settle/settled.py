@@ -6,7 +6,7 @@ model and its mode, and a plan chooses the number of units that stay on the devi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from training.config.schema import OnNonfinite, Precision
 from training.errors import UserError
 from training.parallel.ranks import shares_homes
 from training.parallel.world import row_shares
+from training.runs.bounded_files import leaves_of
 from training.runs.invocation import Invocation
 from training.tasks.dpo import settled_reference
 from training.tasks.task import Task
@@ -155,17 +156,9 @@ def brought_by_model(config: DictConfig, invocation: Invocation) -> dict[str, An
     content.pop("model", None)
     return {
         key: value
-        for key, value in (options | dict(_leaves(content))).items()
+        for key, value in (options | dict(leaves_of(content))).items()
         if key not in invocation.overridden and value in (choices.get(key), OmegaConf.select(config, key))
     }
-
-
-def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 @dataclass(frozen=True)

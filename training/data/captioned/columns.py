@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from training.data.hub_client import ask_for_dataset, refuse_keys_of_hub
+from training.data.hub_rows import SAVED
 from training.data.local_files import check_column, import_datasets, is_text
 from training.errors import UserError, first_line
 from training.runs.files import home_expanded
-
-# In a folder that `save_to_disk` has written.
-SAVED = "state.json"
 
 
 @dataclass(frozen=True, eq=False)

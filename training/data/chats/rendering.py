@@ -175,14 +175,9 @@ class Renderer:
             raise self._lost(conversation, place)
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "%s: message %d: the template prompts for a turn with %r, but writes %r there; training begins where"
-                " they differ",
-                conversation.where,
-                place + 1,
-                before[len(without) :],
-                text[len(without) :][: len(before) - len(without)],
-            )
+            prompted, written = before[len(without) :], text[len(without) :][: len(before) - len(without)]
+            problem = "the template prompts for a turn with %r, but writes %r there; training begins where they differ"
+            _warn_of_message(conversation, place, problem, prompted, written)
         return start
 
     def _warn_of_unwritten(self, conversation: Conversation, text: str) -> None:
@@ -209,13 +204,8 @@ class Renderer:
                     # It minds that this is missing.
                     continue
                 if without == text:
-                    logger.warning(
-                        "%s: message %d: the template writes nothing of %s: %s another dataset.template",
-                        conversation.where,
-                        place + 1,
-                        kind,
-                        advice,
-                    )
+                    problem = "the template writes nothing of %s: %s another dataset.template"
+                    _warn_of_message(conversation, place, problem, kind, advice)
 
     def _warn_of_left_out(self, conversation: Conversation, text: str, turns: Sequence[int]) -> None:
         """Warns, once for each key, where a turn that is trained on is not wholly in the text: its reasoning, say."""
@@ -229,13 +219,8 @@ class Renderer:
             said = (part.get(part.get("type", "text")) for part in parts if isinstance(part, dict))
             if any("".join(words.split()) not in written for words in said if isinstance(words, str)):
                 self._left_out.add(key)
-                logger.warning(
-                    "%s: message %d: the template leaves out all or part of its %s, which is not trained on then: give"
-                    " a dataset.template that writes it",
-                    conversation.where,
-                    place + 1,
-                    key,
-                )
+                problem = "the template leaves out all or part of its %s, which is not trained on then: give a"
+                _warn_of_message(conversation, place, f"{problem} dataset.template that writes it", key)
 
     def _warn_of_quoted(self, conversation: Conversation, text: str) -> None:
         """Warns once where a template writes arguments of calls that are text, as OpenAI's are, as JSON of a text."""
@@ -248,12 +233,8 @@ class Renderer:
             quoted = [json.dumps(each, ensure_ascii=False)[1:-1] for each in given if isinstance(each, str)]
             if any(each in text and each not in given for each in quoted):
                 self._looked_for.add(QUOTED)
-                logger.warning(
-                    "%s: message %d: the template writes the arguments of its tool_calls with their quotes escaped,"
-                    " because they are text: give them as objects, which it expects",
-                    conversation.where,
-                    place + 1,
-                )
+                problem = "the template writes the arguments of its tool_calls with their quotes escaped, because they"
+                _warn_of_message(conversation, place, f"{problem} are text: give them as objects, which it expects")
                 return
 
     def _lost(self, conversation: Conversation, place: int) -> UserError:
@@ -272,6 +253,11 @@ class Renderer:
         if not prompted.startswith(without):
             without = without.removesuffix(self.template.end_of_text)
         return prompted.removeprefix(without)
+
+
+def _warn_of_message(conversation: Conversation, place: int, problem: str, *values: object) -> None:
+    """Warns about message `place`, from 0; the text `problem` has a place for each of `values`, as logging takes it."""
+    logger.warning(f"%s: message %d: {problem}", conversation.where, place + 1, *values)
 
 
 def _end_without_tags(turn: str, text: str, start: int) -> int | None:
