@@ -8,7 +8,8 @@ share weights go at its pace; the mode on one GPU; and the mode on all with the 
 slices and gathers the others'. With `--ddp` also the model resident on each of all GPUs,
 in torch's `DistributedDataParallel` (Li et al. 2020), which sums the gradients inside backward as the mode does. With
 `--fsdp2` also the model resident on all GPUs together, in torch's `fully_shard` (Zhao et al. 2023) with torchtitan's
-settings: float32 masters, sums of gradients in float32. The update of both, with `--optimizer`, is torch's fused AdamW.
+settings: float32 masters, sums of gradients in float32; `--fsdp2-offload` has another row with these on the host, under
+its CPUOffloadPolicy. The update of all three, with `--optimizer`, is torch's fused AdamW.
 
 A GPU that has rested is faster for some seconds, until its power or temperature limits it: `--warmup 20 --steps 30`
 gives figures that last.
@@ -60,7 +61,7 @@ TITLES = (
     "step ms", "to none", "scaling", "stall ms", "wait ms", "in GB", "out GB", "weights GB/s", "peak GiB", "host GiB",
     "loss",
 )  # fmt: skip
-FULLY_SHARDED, REPLICATED = "fsdp2", "ddp"
+FULLY_SHARDED, OFFLOADED, REPLICATED = "fsdp2", "fsdp2 offload", "ddp"
 
 
 def measure(spec: str, options: argparse.Namespace, sharers: Sharers, reduce: Reduce | None = None) -> dict[str, float]:
@@ -84,20 +85,22 @@ def measure(spec: str, options: argparse.Namespace, sharers: Sharers, reduce: Re
         return found
 
 
-def fully_sharded(model: nn.Module, device: torch.device) -> nn.Module:
+def fully_sharded(model: nn.Module, device: torch.device, offload: bool) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
     return model
 
 
 def measure_of_torch(kind: str, options: argparse.Namespace) -> dict[str, float]:
-    """Measures steps of one rank of a way that torch has, with all of the model and its states on the devices."""
+    """Measures steps of one rank of a way that torch has: the model and its states are on the devices, or offloaded."""
     device = torch.device(options.device)
+    torch.manual_seed(0)
     model = blocks(options).to_empty(device=device)
     if kind == REPLICATED:
         model.bfloat16()
@@ -107,7 +110,7 @@ def measure_of_torch(kind: str, options: argparse.Namespace) -> dict[str, float]
     if kind == REPLICATED:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     else:
-        parallel = fully_sharded(model, device)
+        parallel = fully_sharded(model, device, kind == OFFLOADED)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-5, fused=True) if options.optimizer else None
     tokens = torch.zeros(options.sequences, options.seq_len, dtype=torch.int64, device=device)
     streams = acquire(device)
@@ -147,7 +150,7 @@ def measure_rank(rank: int, count: int, folder: str, spec: str, options: argpars
     options.device = str(device)
     if count == 1 or spec == RESIDENT:
         return measure(spec, options, NO_SHARERS)
-    is_of_torch = spec in (REPLICATED, FULLY_SHARDED)
+    is_of_torch = spec in (REPLICATED, FULLY_SHARDED, OFFLOADED)
     backend = "cuda:nccl,cpu:gloo" if is_of_torch and device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=count)
     if is_of_torch:
@@ -199,6 +202,7 @@ def main() -> None:
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--ddp", action="store_true", help="with a row of torch's DistributedDataParallel")
     options_parser.add_argument("--fsdp2", action="store_true", help="with a row of torch's fully_shard, resident")
+    options_parser.add_argument("--fsdp2-offload", action="store_true", help="with one of it with CPUOffloadPolicy")
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=3, help="steps before")
     options_parser.add_argument("--json", type=Path, help="file for the figures")
@@ -213,9 +217,8 @@ def main() -> None:
     print(f"{'mode, devices':30}" + "".join(f"{title:>13}" for title in TITLES), flush=True)
     kinds = [(f"none, each of {options.ranks}", RESIDENT, options.ranks)]
     kinds += [(f"{options.mode}, {count}", options.mode, count) for count in (1, options.ranks)]
-    for kind, is_wanted in ((REPLICATED, options.ddp), (FULLY_SHARDED, options.fsdp2)):
-        if is_wanted:
-            kinds.append((f"{kind}, {options.ranks}", kind, options.ranks))
+    wanted = {REPLICATED: options.ddp, FULLY_SHARDED: options.fsdp2, OFFLOADED: options.fsdp2_offload}
+    kinds += [(f"{kind}, {options.ranks}", kind, options.ranks) for kind in wanted if wanted[kind]]
     rows: list[dict] = []
     for name, spec, count in kinds:
         rows.append(row := row_of(name, spec, count, options))

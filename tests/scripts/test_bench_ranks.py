@@ -19,11 +19,13 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_ranks_copy_their_parts(tmp_path: Path):
-    done = bench("--optimizer", "--ddp", "--fsdp2", "--json", str(tmp_path / "rows.json"))
+    of_torch = ("--ddp", "--fsdp2", "--fsdp2-offload")
+    done = bench("--optimizer", *of_torch, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
-    none, alone, shared, replicated, sharded = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert "failed" not in none | alone | shared | replicated | sharded, done.stdout
-    for row in (replicated, sharded):
+    none, alone, shared, replicated, sharded, offloaded = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert "failed" not in none | alone | shared | replicated | sharded | offloaded, done.stdout
+    assert offloaded["loss"] == sharded["loss"]
+    for row in (replicated, sharded, offloaded):
         assert row["to_none"] == pytest.approx(row["step_ms"] / none["step_ms"])
     assert none["in_gb"] == 0
     assert shared["in_gb"] == pytest.approx(alone["in_gb"] / 2, rel=0.1)
