@@ -88,7 +88,8 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
     for name in node:
         if name == "hydra" or OmegaConf.is_missing(node, name) or not OmegaConf.is_dict(node._get_node(name)):
             continue
-        for below in node[name]:
+        # One may be null, as some of Hydra are.
+        for below in node[name] or ():
             yield f"{prefix}{name}.{below}"
         yield from _paths(node[name], f"{prefix}{name}.")
 

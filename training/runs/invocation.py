@@ -77,13 +77,13 @@ class Invocation:
 
 
 def refuse_unnamed(overrides: Sequence[str]) -> None:
-    """Raises UserError for a number, true or a list in place of an option's name: Hydra crashes at it, or merges it."""
+    """Raises UserError for a number, true, null or a list in place of an option: Hydra crashes at it, or merges it."""
     for text in overrides:
         # What cannot be parsed is explained when Hydra refuses it.
         with suppress(HydraException):
             each = OverridesParser.create().parse_override(text)
             if is_group(each.key_or_group) and not (
-                each.is_sweep_override() or each.value() is None or isinstance(each.value(), str)
+                each.is_sweep_override() or each.is_delete() or isinstance(each.value(), str)
             ):
                 options = ", ".join(options_of(each.key_or_group))
                 raise UserError(f"{text}: must be the name of one option: choose from {options}")

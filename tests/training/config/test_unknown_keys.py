@@ -2,7 +2,7 @@
 
 from dataclasses import fields, is_dataclass
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from training.config.modes import is_group, options_of
 from training.config.schema import SCHEMAS, TrainConfig
@@ -30,6 +30,8 @@ def test_keys_further_down_are_proposed():
     )
     assert "Did you mean optimizer.lr or a.b.lr? Keys" in unknown_key("lr", config)
     assert "Did you mean a.b.lr? Keys" in unknown_key("a.lr", config.a)
+    null = OmegaConf.create({"a": DictConfig(None), "b": {"lr": 1}})
+    assert "Did you mean b.lr? Keys" in unknown_key("lr", null)
 
 
 def test_the_options_that_have_the_key_are_named():

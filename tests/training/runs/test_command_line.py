@@ -76,6 +76,7 @@ def test_the_directory_of_a_run_has_no_options(tmp_path: Path, flag: str):
         ("+model=[tiny,gpt2]", "diffusers, "),
         ("offload@offload.weights=[none,null]", "bounce_linear, "),
         ("tracking=false", "auto, disabled, offline, online"),
+        ("adapter=null", "dora, lora, none, rslora"),
     ],
 )
 def test_a_group_takes_the_name_of_one_option(override: str, options: str):
