@@ -121,9 +121,10 @@ class Group(Ranks):
         self._data = messages.new_group(device)
 
     def sharers(self, shared: bool) -> Sharers:
-        self.shares_homes = shared
         if not shared:
             return NO_SHARERS
+        self._await_all()
+        self.shares_homes = True
 
         def data_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
             # All ranks have one group: its exchanges run in one order, whatever streams they are queued on.
@@ -145,6 +146,7 @@ class Group(Ranks):
         divided = getattr(model, "divided", None)
         if divided is None:
             return
+        self._await_all()
         self._divides_sequence = True
         # Not that of the slices of weights, behind whose copies from the host NCCL would queue these.
         group = self.messages.new_group(self.device)
@@ -154,6 +156,13 @@ class Group(Ranks):
             self.messages.attempt(lambda: dist.all_to_all_single(received, sent, group=group), what)
 
         divided.connect(self.rank, exchange)
+
+    def _await_all(self) -> None:
+        """Waits on rank 0 until all can make a group, for which it would wait for ever once another has failed."""
+        if self.rank == 0:
+            self.messages.reports(patient=True)
+        else:
+            self.messages.report()
 
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)

@@ -168,7 +168,8 @@ class Followers:
             PARENT_VARIABLE: str(os.getpid()),
         }
         # In the process group of the run, so that a sweep that kills the group leaves none behind.
-        command = [sys.executable, "-m", "training.run.follow"]
+        # It finds the user's own options as this process does.
+        command = [sys.executable, "-m", "training.run.follow", *sys.argv[1:]]
         # It inherits that, because Ctrl-C reaches it too, long before it can ignore signals. Those that come here
         # meanwhile are delivered afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from offload import HostAdamW, Speculation
 from training.config import schema
 from training.config.construct import keys_under
+from training.config.own_options import register_own
 from training.evaluation.held_out import scores_of_parts
 from training.evaluation.reference import log_probs_of_parts
 from training.optim import set_step
@@ -58,6 +59,7 @@ def main() -> int:
     schema.register()
     joined = None
     try:
+        register_own(sys.argv[1:])
         joined = join(world)
         obey(joined)
     except FirstLostError:

@@ -1,10 +1,14 @@
 """A model and a dataset outside of the repository train without a change in it."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.training.helpers.in_process import TINY_RUN, command_here
 from training.config.own_options import register_own
 from training.config.schema import SCHEMAS
@@ -83,6 +87,18 @@ def test_it_trains_alike_under_each_mode(tmp_path: Path, monkeypatch: pytest.Mon
         assert done.returncode == 0, done.stdout + done.stderr
         losses.append(json.loads((tmp_path / mode / "summary.json").read_text())["train/final_loss"])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_the_process_of_another_device_has_it_too(tmp_path: Path):
+    write(tmp_path, "dataset", "noise", "mine.Noise", "size: 16\n")
+    write(tmp_path, "model", "net", "mine.Net", "depth: 3\n")
+    run = [each for each in TINY_RUN if not each.startswith(("model.", "dataset=", "seq_len"))]
+    run += ["dataset=noise", "model=net", "task=flow_matching", "steps=1", "devices=2", f"hydra.run.dir={tmp_path}"]
+    command = [sys.executable, "train.py", "--config-dir", str(tmp_path / "conf"), *run]
+    found = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=found, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.usefixtures("registered")

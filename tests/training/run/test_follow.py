@@ -32,6 +32,18 @@ def test_an_error_on_another_rank_is_told_by_the_first(tmp_path: Path, monkeypat
     assert "\nrank 1: Traceback" in "\n" + capfd.readouterr().err
 
 
+@pytest.mark.parametrize("keys", [("offload=layer_stream",), ("parallel.sequence=2",)])
+def test_one_that_cannot_build_its_part_is_told_by_the_first(keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before the groups of processes are made, for which the first would wait without an end."""
+
+    def without_configuration(self: group.Group, config: object, *others: object) -> None:
+        self.messages.tell("build", None, *others)
+
+    monkeypatch.setattr(group.Group, "begin", without_configuration)
+    with pytest.raises(RankLostError, match=r"^rank 1: AttributeError: 'NoneType' object has no attribute 'seed'"):
+        run_ranks(tmp_path, *TWO, *keys)
+
+
 @pytest.mark.slow
 def test_ranks_that_differ_save_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compute = loop.forward_backward
