@@ -147,6 +147,8 @@ def _check_rules(config: DictConfig) -> None:
         raise UserError(f"schedule.final={config.schedule.final}: a share of the learning rate, it must be at most 1")
     if issubclass(OmegaConf.get_type(config.model), Llama):
         _check_llama(config.model)
+    if config.model.get("weights") == AUTO and "source" not in config.model:
+        raise UserError(f"model.weights={AUTO}: the model has no source: give a folder, a name on the Hub, or null")
     overrides = config.model.get("overrides")
     if overrides is not None and not OmegaConf.is_dict(overrides):
         raise UserError(f"model.overrides={overrides}: must be keys with values, {{num_hidden_layers: 4}}, or null")

@@ -178,6 +178,11 @@ def test_overrides_that_are_no_keys(model: str, overrides: str):
     assert refusal(f"model={model}", "model.source=x", "model.overrides={a: 1}") is None
 
 
+def test_weights_are_auto_where_a_source_may_have_some():
+    assert refusal("model.weights=auto").startswith("model.weights=auto: the model has no source: give a folder")
+    assert refusal("model=hf", "model.source=x") is None
+
+
 @pytest.mark.parametrize("key", ["checkpoint", "eval", "parallel", "sample", "seed"])
 def test_a_key_or_a_section_that_is_left_out_is_named(key: str):
     assert refusal(f"~{key}").startswith(f"{key} has no value: give it one, {key}=VALUE; --help explains it")
