@@ -64,11 +64,14 @@ class SyntheticImages(RandomBatches):
 
 def _shapes(shape: Sequence[int], condition: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
     """Returns the shape of one example of each tensor of floating point. Raises UserError."""
+    if not isinstance(condition or {}, Mapping):
+        raise UserError(f"dataset.condition={condition}: must be shapes by name, {{text_embeds: [1280]}}, or null")
     shapes = {"shape": shape} | {f"condition.{name}": value for name, value in (condition or {}).items()}
     for name in (IMAGES, LABELS):
         if name in (condition or {}):
             raise UserError(f"dataset.condition.{name}: the batch has {name} already: choose another name")
     for key, value in shapes.items():
-        if not all(isinstance(side, int) and side >= 1 for side in value) or (key == "shape" and not value):
-            raise UserError(f"dataset.{key}={list(value)}: must be whole numbers of at least 1")
+        sides = value if isinstance(value, Sequence) else [None]
+        if not all(isinstance(side, int) and side >= 1 for side in sides) or (key == "shape" and not value):
+            raise UserError(f"dataset.{key}={value}: must be whole numbers of at least 1, in a list")
     return {IMAGES: tuple(shape)} | {name: tuple(value) for name, value in (condition or {}).items()}

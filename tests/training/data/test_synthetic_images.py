@@ -63,6 +63,8 @@ def test_batches_depend_on_seed_and_index_alone() -> None:
         ({"shape": []}, r"dataset\.shape=\[\]: must be whole numbers"),
         ({"shape": [3, 0]}, r"dataset\.shape=\[3, 0\]: must be whole numbers of at least 1"),
         ({"condition": {"text": [2.5]}}, r"dataset\.condition\.text=\[2\.5\]: must be whole"),
+        ({"condition": {"text": 2}}, r"dataset\.condition\.text=2: must be whole numbers of at least 1, in a list"),
+        ({"condition": [2]}, r"dataset\.condition=\[2\]: must be shapes by name"),
         ({"condition": {"labels": [2]}}, r"dataset\.condition\.labels: the batch has labels already"),
         ({"num_classes": 0}, r"dataset\.num_classes=0: must be at least 1, or null"),
     ],
