@@ -47,6 +47,7 @@ KINDS |= {"Union[int": "a whole number, or auto"}
 KINDS |= dict.fromkeys(("Union[str", "Optional[Union[str"), "bytes, such as 24GiB")
 # By key, whose types have the names of others, or none to show.
 KINDS |= {"recompute.tile": "a whole number of tokens, auto or null", "adapter.experts": "true, false or shared"}
+KINDS |= dict.fromkeys(("offload.resident", "offload.weights.resident"), "units (8), a share (50%), bytes or auto")
 # Keys whose value people leave out.
 SWITCHES = ("plan", "force", "trace")
 

@@ -80,11 +80,12 @@ def test_a_refusal_is_one_line(override: str, line: str):
     [
         ("adapter.targets=all-linear", "adapter.targets=all-linear: write adapter.targets=null"),
         ("adapter.experts=0", "adapter.experts=0: must be true, false or shared"),
+        ("offload.resident=0.5", "offload.resident=0.5: must be units (8), a share (50%), bytes or auto"),
     ],
 )
-def test_a_refusal_of_a_key_of_adapters_says_what_to_write(override: str, line: str):
+def test_a_refusal_of_an_option_s_key_says_what_to_write(override: str, line: str):
     with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception, match=r".") as caught:
-        compose("config", ["adapter=lora", override])
+        compose("config", ["adapter=lora", "offload=layer_stream", override])
     assert explain_refusal(caught.value) == line
 
 
