@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
+from training.checkpoints.saving import check_best
 from training.config.cards import PRESETS
 from training.config.declare import LONGEST
 from training.data.datasets import build_dataset, facts_of, has_facts
@@ -47,6 +48,7 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     if config.model.weights is not None:
         # A plan needs no weights, and sends no request for them.
         ModelWeights.find(config.model.weights, ask=False)
+    check_best(config, components.task)
     dataset = None
     if has_facts(config):
         # It refuses what a run of it would.

@@ -23,3 +23,9 @@ def test_a_plan_that_does_not_fit_is_written_and_ends_non_zero(tmp_path: Path):
     fits = command_here(*job, "vram_budget=200KiB", *advice)
     assert fits.returncode == 0, fits.stderr
     assert "DOES NOT FIT" not in fits.stdout
+
+
+def test_a_metric_that_the_run_would_not_measure_is_refused(tmp_path: Path):
+    result = command_here("plan=true", *TINY_RUN, "checkpoint.best=eval/loss", f"hydra.run.dir={tmp_path}")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: checkpoint.best=eval/loss: the run does not evaluate: give eval.every=N")
