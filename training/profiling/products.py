@@ -24,8 +24,9 @@ class Work(NamedTuple):
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    # The first three load libraries and choose kernels.
-    return statistics.median([seconds_of(call, device) for _ in range(8)][3:])
+    # The first calls load libraries and choose kernels. A CPU takes seconds for products in bf16, and varies by more.
+    first, timed = (3, 5) if device.type == "cuda" else (1, 2)
+    return statistics.median([seconds_of(call, device) for _ in range(first + timed)][first:])
 
 
 def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

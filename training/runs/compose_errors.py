@@ -44,7 +44,8 @@ OF_ANOTHER_TYPE = re.compile(
 # OmegaConf's names of types, and the words for them here.
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "str": "a text"}
 KINDS |= {"Union[int": "a whole number, or auto"}
-KINDS |= dict.fromkeys(("Union[str", "Optional[Union[str"), "bytes, such as 24GiB")
+# Of two orders in an optional union, typing keeps the one that it has met first.
+KINDS |= dict.fromkeys(("Union[str", "Optional[Union[str", "Optional[Union[int"), "bytes, such as 24GiB")
 # By key, whose types have the names of others, or none to show.
 KINDS |= {"recompute.tile": "a whole number of tokens, auto or null", "adapter.experts": "true, false or shared"}
 KINDS |= dict.fromkeys(("offload.resident", "offload.weights.resident"), "units (8), a share (50%), bytes or auto")
