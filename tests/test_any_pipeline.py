@@ -221,6 +221,7 @@ def test_losses_are_those_of_a_loop_of_diffusers_and_peft(tmp_path: Path, tmp_pa
     assert found == losses(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_activations")
 def test_weights_in_float32_beside_bf16_train_alike_in_every_mode(pictures: Path, tmp_path: Path, tmp_path_factory):
     run = (*job("wan", saved("wan", tmp_path_factory), pictures), *MIXED, "clip_norm=0.1", "microbatches=2")

@@ -31,7 +31,7 @@ def test_an_evaluation_is_the_resident_one(tmp_path: Path):
     assert curve(tmp_path / "fsdp2", "offload=fsdp2", *overrides) == curve(tmp_path / "none", *overrides)
 
 
-@pytest.mark.parametrize("name", ["unet", "sd3"])
+@pytest.mark.parametrize("name", ["unet", pytest.param("sd3", marks=pytest.mark.slow)])
 def test_inputs_and_buffers_keep_their_dtypes(
     tmp_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ):

@@ -13,6 +13,7 @@ from tests.training.helpers.results import losses
 from training.errors import UserError
 
 
+@pytest.mark.slow
 def test_libraries_make_no_remarks_before_its_own_lines():
     done = subprocess.run(
         [sys.executable, "scripts/tiny_pipeline.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120

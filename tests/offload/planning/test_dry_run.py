@@ -361,5 +361,6 @@ assert without_compiler(step)(compiles=True) == [0, 0]
 """
 
 
+@pytest.mark.slow
 def test_what_nobody_compiles_runs_without_the_compiler():
     subprocess.run([sys.executable, "-c", STEPS], cwd=ROOT, check=True, timeout=120)

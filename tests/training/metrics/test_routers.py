@@ -143,7 +143,7 @@ def curve(folder: Path) -> list[dict]:
     return [{key: value for key, value in each.items() if key.startswith(kept)} for each in read_metrics(folder)]
 
 
-@pytest.mark.parametrize("more", ["", BALANCED], ids=["plain", "balanced"])
+@pytest.mark.parametrize("more", ["", pytest.param(BALANCED, marks=pytest.mark.slow)], ids=["plain", "balanced"])
 def test_every_mode_has_the_same_statistics_which_change_no_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
 ):

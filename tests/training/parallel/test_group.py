@@ -38,6 +38,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_threads_of_a_rank_are_not_written_into_the_configuration(tmp_path: Path):
     """A run that repeats this one on one device would keep them."""
     config, _ = composed(*RUN, "devices=2", "optimizer=host_adamw", run_dir=tmp_path)

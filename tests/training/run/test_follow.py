@@ -32,7 +32,9 @@ def test_an_error_on_another_rank_is_told_by_the_first(tmp_path: Path, monkeypat
     assert "\nrank 1: Traceback" in "\n" + capfd.readouterr().err
 
 
-@pytest.mark.parametrize("keys", [("offload=layer_stream",), ("parallel.sequence=2",)])
+@pytest.mark.parametrize(
+    "keys", [("offload=layer_stream",), pytest.param(("parallel.sequence=2",), marks=pytest.mark.slow)]
+)
 def test_one_that_cannot_build_its_part_is_told_by_the_first(keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Before the groups of processes are made, for which the first would wait without an end."""
 
