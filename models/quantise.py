@@ -7,7 +7,7 @@ al. 2023); the mode decides where they are meanwhile. For `F.linear` there is a 
 (`addmm`, `grouped_mm`) save their argument, which is the quantised weight: also where it is transposed, or one expert's
 matrix, since these are quantised weights too.
 
-Values are quantised on the CPU, wherever the weight is: the same bits in every mode and with every number of threads.
+Values are quantised where they are made: the same bits on each device, in every mode, with every number of threads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from models.quantise_formats import Format
 
 aten = torch.ops.aten
+# GPU memory that quantising a piece of a weight takes, at most.
+WORK_BYTES = 2**30
 # The ids of weights that code which fills a model is to leave alone.
 _settled: set[int] = set()
-# Of each `kept_memory`, the memory that the next weight may use.
-_spare: list[list[Tensor]] = []
+# Of each `kept_memory`, the device, and the memory that the next weight may use.
+_spare: list[tuple[torch.device, list[Tensor]]] = []
 
 
 class QuantisedWeight(torch.Tensor):
@@ -142,7 +144,7 @@ class QuantisedWeight(torch.Tensor):
                 tensor.copy_(source.inner[name])
             return
         # The format quantises a float matrix of the dtype that the layer has without the format.
-        self.format.write(_plain(source).to("cpu", self.dtype).expand(self.shape), self.inner)
+        self.format.write(_plain(source).to(self.dtype).expand(self.shape), self.inner)
 
 
 class _Product(torch.autograd.Function):
@@ -257,8 +259,9 @@ def is_quantised(model: nn.Module) -> bool:
 def values_of(tensor: Tensor) -> Iterator[Tensor]:
     """Gives memory to write the values of a parameter or buffer into: its own, detached.
 
-    For a quantised weight, it is memory on the CPU for this one weight, which is quantised at the end of the block.
-    Where the tensor has its values (`settled`), it is a tensor without memory, and nothing is read or computed.
+    For a quantised weight, it is memory for this one weight, on the CPU or where `kept_memory` has it. The weight is
+    quantised at the end of the block. Where the tensor has its values (`settled`), it is a tensor without memory, and
+    nothing is read or computed.
     """
     if is_settled(tensor):
         yield torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -266,11 +269,11 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
     if not isinstance(tensor, QuantisedWeight):
         yield tensor.detach()
         return
-    spare = _spare[-1] if _spare else []
+    device, spare = _spare[-1] if _spare else (torch.device("cpu"), [])
     nbytes = tensor.numel() * tensor.dtype.itemsize
     memory = spare.pop() if spare else None
     if memory is None or len(memory) < nbytes:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
     values = memory[:nbytes].view(tensor.dtype).view(tensor.shape)
     yield values
     with torch.no_grad():
@@ -279,12 +282,17 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @contextmanager
-def kept_memory() -> Iterator[None]:
-    """Makes `values_of` use the same memory for one quantised weight after the other inside the block.
+def kept_memory(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Makes `values_of` use the same memory for one quantised weight of `model` after the other inside the block.
 
-    The system would map memory of its own for each page by page.
+    The system would map memory of its own for each page by page. The memory is on `device`, since a GPU quantises much
+    faster than a host, or on the CPU if the GPU has too little for the largest weight.
     """
-    _spare.append([])
+    weights = (weight for weight in model.parameters() if isinstance(weight, QuantisedWeight))
+    largest = max((weight.numel() * weight.dtype.itemsize for weight in weights), default=0)
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < largest + WORK_BYTES:
+        device = torch.device("cpu")
+    _spare.append((device, []))
     try:
         yield
     finally:

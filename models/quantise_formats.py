@@ -26,8 +26,8 @@ from models.quiet_imports import without_remarks
 
 BITSANDBYTES = "bitsandbytes==0.50.2"
 
-# Elements that a thread quantises at once: float32 copies of them fit in its share of the caches.
-PIECE_ELEMENTS_PER_THREAD = 2**17
+# Elements that a thread quantises at once: float32 copies of them fit in its share of the caches. And a GPU.
+PIECE_ELEMENTS_PER_THREAD, GPU_PIECE_ELEMENTS = 2**17, 2**24
 # bitsandbytes' kernels for GPUs count elements in 32 bits: of a larger tensor they would leave a part as it was.
 KERNEL_ELEMENTS = 2**31 - 1
 # The most bits of numbers for exact sums, and those of an int64 in which a sum fits.
@@ -51,7 +51,7 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, matrix: Tensor, inner: Mapping[str, Tensor]) -> None:
-        """Writes the tensors for a matrix on the CPU into `inner`, on any device."""
+        """Writes the tensors for a matrix into `inner`, both on any device: the same bits on each."""
 
     @abstractmethod
     def dequantise(self, inner: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -62,7 +62,7 @@ class Format(ABC):
         return None
 
     def quantise(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors for a matrix on the CPU."""
+        """Returns the tensors for a matrix, on its device."""
         inner = self.empty(matrix.shape, matrix.device)
         self.write(matrix, inner)
         return inner
@@ -85,9 +85,10 @@ class RowFormat(Format):
     def write(self, matrix, inner):
         rows = matrix.reshape(-1, matrix.shape[-1])
         inner = {name: tensor.flatten(0, matrix.ndim - 2) for name, tensor in inner.items()}
-        for piece in _pieces(len(rows), rows.shape[1]):
+        for piece in _pieces(len(rows), rows.shape[1], rows.device):
             for name, made in self.quantised_rows(rows[piece]).items():
-                inner[name][piece].copy_(made)
+                # Converted where it is made: copy_ from a GPU would convert on the CPU.
+                inner[name][piece].copy_(made.to(inner[name].dtype))
 
     def part(self, inner, shape, index):
         return {name: tensor[index] for name, tensor in inner.items()}
@@ -109,7 +110,7 @@ class Int8(RowFormat):
     def quantised_rows(self, rows):
         largest = torch.maximum(-rows.amin(1, keepdim=True), rows.amax(1, keepdim=True))
         # In the dtype of the weight, as torchao does.
-        scale = (largest / 127.5).clamp_(min=torch.finfo(torch.float32).eps).float()
+        scale = (largest / largest.new_tensor(127.5)).clamp_(min=torch.finfo(torch.float32).eps).float()
         return {"qdata": torch.mul(rows, 1.0 / scale).round_().clamp_(-128, 127), "scale": scale}
 
     def dequantise(self, inner, shape, dtype):
@@ -128,7 +129,7 @@ class Float8(RowFormat):
     def quantised_rows(self, rows):
         most = torch.finfo(torch.float8_e4m3fn).max
         largest = torch.maximum(-rows.amin(1, keepdim=True), rows.amax(1, keepdim=True))
-        scale = (largest / most).float()
+        scale = (largest / largest.new_tensor(most)).float()
         # torchao divides a row of zeros by zero, which gives NaN.
         scale.masked_fill_(scale == 0, 1.0)
         return {"qdata": torch.div(rows, scale).clamp_(-most, most), "scale": scale}
@@ -165,7 +166,7 @@ class Int4(RowFormat):
     def quantised_rows(self, rows):
         rows = F.pad(rows.to(torch.float32), (0, -rows.shape[1] % self.group)).view(len(rows), -1, self.group)
         low = rows.amin(2, keepdim=True).clamp_(max=0.0)
-        scale = (rows.amax(2, keepdim=True).clamp_(min=0.0) - low) / 15.0
+        scale = (rows.amax(2, keepdim=True).clamp_(min=0.0) - low) / rows.new_tensor(15.0)
         scale.clamp_(min=torch.finfo(torch.float32).smallest_normal)
         zero = (0 - torch.round(low / scale)).clamp_(0, 15)
         numbers = torch.mul(rows, 1.0 / scale).round_().add_(zero).clamp_(0, 15).to(torch.uint8).flatten(1)
@@ -214,10 +215,10 @@ class Nf4(Format):
 
     def write(self, matrix, inner):
         library = _imported(self, "functional")
-        code, nearest = _nearest_nf4(library)
+        code, nearest = _nearest_nf4(library, matrix.device)
         flat = matrix.reshape(-1)
         largest = torch.empty(-(-len(flat) // self.BLOCK))
-        for piece in _pieces(len(flat), 1, multiple=self.BLOCK):
+        for piece in _pieces(len(flat), 1, matrix.device, multiple=self.BLOCK):
             # Zeros after the last element change no scale.
             values = F.pad(flat[piece].float(), (0, (piece.start - piece.stop) % self.BLOCK)).view(-1, self.BLOCK)
             scale = values.abs().amax(1)
@@ -292,12 +293,13 @@ class _Nearest:
 
     CELLS = 64
 
-    def __init__(self, code: Tensor):
+    def __init__(self, code: Tensor, device: torch.device):
         bounds = (code[1:] + code[:-1]) / 2
         cells = self._cells(bounds)
-        self._before = torch.searchsorted(cells, torch.arange(self.CELLS)).to(torch.uint8)
-        self._bound = torch.full((self.CELLS,), math.inf)
-        self._bound[cells] = bounds
+        bound = torch.full((self.CELLS,), math.inf)
+        bound[cells] = bounds
+        self._before = torch.searchsorted(cells, torch.arange(self.CELLS)).to(device, torch.uint8)
+        self._bound = bound.to(device)
 
     def numbers(self, scaled: Tensor) -> Tensor:
         """Returns the numbers 0 to 15, uint8, of the values nearest to float32 elements [blocks, BLOCK] in -1 to 1."""
@@ -311,15 +313,16 @@ class _Nearest:
 
 
 @functools.cache
-def _nearest_nf4(library: ModuleType) -> tuple[Tensor, _Nearest]:
-    """Returns bitsandbytes' 16 values, and the table for them."""
+def _nearest_nf4(library: ModuleType, device: torch.device) -> tuple[Tensor, _Nearest]:
+    """Returns bitsandbytes' 16 values, and the table for them on `device`."""
     code = library.get_4bit_type("nf4", device="cpu")
-    return code, _Nearest(code)
+    return code, _Nearest(code, device)
 
 
-def _pieces(count: int, elements: int, multiple: int = 1) -> Iterator[slice]:
+def _pieces(count: int, elements: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
     """Yields slices of `count` rows of `elements` elements to quantise in turn, each a multiple of `multiple` long."""
-    rows = PIECE_ELEMENTS_PER_THREAD * torch.get_num_threads() // max(elements, 1)
+    at_once = PIECE_ELEMENTS_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else GPU_PIECE_ELEMENTS
+    rows = at_once // max(elements, 1)
     rows = max(rows // multiple, 1) * multiple
     for start in range(0, count, rows):
         yield slice(start, min(start + rows, count))

@@ -130,7 +130,7 @@ def test_values_of_one_weight_after_the_other_take_the_same_memory():
             values.fill_(value)
             return values.data_ptr()
 
-    with kept_memory():
+    with kept_memory(nn.ModuleList(), torch.device("cpu")):
         first = filled(large, 1.0)
         with values_of(small) as values:
             assert values.data_ptr() == first

@@ -190,3 +190,20 @@ def test_a_product_imports_nothing(monkeypatch: pytest.MonkeyPatch):
 def test_the_mean_of_so_many_scales_that_their_sum_would_not_fit():
     """The experts of one tensor: 2^32 elements have 2^26 scales, and the sum of as many numbers of 38 bits is 2^63."""
     assert quantise_formats._exact_mean(torch.full((2**26,), 1.0)).item() == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@EACH
+def test_a_gpu_makes_the_bits_of_a_cpu(format: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantise_formats, "GPU_PIECE_ELEMENTS", 2**18)
+    given = matrix(531, 4_096, dtype)
+    given[0] = 0
+    here, there = format.quantise(given), format.empty(given.shape, torch.device("cuda"))
+    format.write(given.cuda(), there)
+    on_host = format.empty(given.shape, torch.device("cpu"))
+    format.write(given.cuda(), on_host)
+    for name, made in here.items():
+        assert same_bytes(there[name].cpu(), made), name
+        assert same_bytes(on_host[name], made), name

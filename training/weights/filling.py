@@ -38,7 +38,7 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
     """
     if weights is None:
         refused = as_user_error("model: ", after=": give model.weights=PATH")
-        with phase("initialising the weights"), kept_memory(), refused, without_adapters(model):
+        with phase("initialising the weights"), kept_memory(model, device), refused, without_adapters(model):
             getattr(model, "initialise", partial(initialise, model))(config.seed, device)
         return
     path = weights.path()
@@ -51,7 +51,7 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
         settled(in_files),
         without_adapters(model),
         quantised_from_cache(model, config, path),
-        kept_memory(),
+        kept_memory(model, device),
         phase("loading the weights"),
     ):
         load(model, path)
