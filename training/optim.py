@@ -111,6 +111,8 @@ def set_step(schedule: LambdaLR, step: int) -> None:
 
 
 def _after_warmup(optimizer: Optimizer, steps: int, warmup: int, factor: Callable[[float], float]) -> LambdaLR:
+    """Makes the schedule of transformers with a step more of warm-up, and without its first, whose rate is 0."""
+
     def factor_of_step(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)

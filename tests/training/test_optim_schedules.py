@@ -114,3 +114,20 @@ def test_what_cannot_be_is_refused_in_one_line(overrides: list[str], message: st
         checked(*overrides)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_a_schedule_is_that_of_transformers_without_its_first_step(name: str, warmup: int):
+    transformers = pytest.importorskip("transformers")
+    final = [] if name == "constant" else ["schedule.final=0"]
+    ours = rates(f"schedule={name}", "steps=8", f"schedule.warmup={warmup}", *final)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, 2))], lr=1.0)
+    theirs_name = "constant_with_warmup" if name == "constant" else name
+    schedule, theirs = transformers.get_scheduler(theirs_name, optimizer, warmup + 1, 9), []
+    for _ in range(9):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert theirs[0] == 0
+    assert ours == pytest.approx(theirs[1:])
