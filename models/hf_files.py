@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 IGNORED = r"(\.rotary_emb\.inv_freq|(^|\.)position_ids)$"
 # Masks of GPT-2 and its kin, which transformers leaves out too.
 MASKS = re.compile(rf"{IGNORED}|(attn|attention)\.(masked_)?bias$")
+# What Llama 4 and Mllama have beside the text model, which does not tell it as Qwen 3.5's does.
+TOWERS = r"^(vision_model|multi_modal_projector)\."
 WHOLE_MODEL = "choose the model that it was saved from"
 
 
@@ -153,7 +155,7 @@ def _matched(
     plain: dict[str, str] = {}
     conversions: dict[str, Conversion] = {}
     unknown = []
-    ignored = (*(model._keys_to_ignore_on_load_unexpected or ()), IGNORED)
+    ignored = (*(model._keys_to_ignore_on_load_unexpected or ()), IGNORED, TOWERS)
     # transformers' order: that of the experts in a conversion.
     for source in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(source, renamings, converters, prefix, tensors)

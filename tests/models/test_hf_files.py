@@ -116,11 +116,21 @@ class TestNamesOfFiles:
         assert same_state(loaded(name, changed(name, edit)), trained(name))
         assert not caplog.messages
 
-    def test_tensors_that_transformers_leaves_out_are_told(self, changed, caplog: pytest.LogCaptureFixture):
-        folder = changed("qwen3_next", lambda t: t.update({"mtp.norm.weight": torch.ones(16)}))
-        assert same_state(loaded("qwen3_next", folder), trained("qwen3_next"))
+    @pytest.mark.parametrize(
+        ("name", "tensor", "kind"),
+        [
+            ("qwen3_next", "mtp.norm.weight", "Qwen3NextForCausalLM"),
+            # As in the files of Llama 4, whose text model is another class.
+            ("llama", "vision_model.class_embedding", "LlamaForCausalLM"),
+        ],
+    )
+    def test_tensors_that_transformers_leaves_out_are_told(
+        self, changed, caplog: pytest.LogCaptureFixture, name: str, tensor: str, kind: str
+    ):
+        folder = changed(name, lambda t: t.update({tensor: torch.ones(16)}))
+        assert same_state(loaded(name, folder), trained(name))
         (message,) = caplog.messages
-        assert message.endswith(" has mtp.norm.weight, which Qwen3NextForCausalLM lacks: not trained, not exported")
+        assert message.endswith(f" has {tensor}, which {kind} lacks: not trained, not exported")
 
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
