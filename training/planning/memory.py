@@ -38,6 +38,8 @@ UNDO_LOG = "rollback buffers"
 EMA = "ema"
 # The bytes of an average, which an update reads and writes.
 AVERAGE_BYTES = 4
+# Host memory of a process that CUDA and its libraries take once they are in use (H100 and H200: 0.6 to 1.2 GiB).
+CUDA_HOST_BYTES = int(0.8 * GIB)
 # The parts of the host's memory that are page-locked.
 PINNED = ("weights", "reference", "read ahead", "gradients", "activations")
 
@@ -177,7 +179,7 @@ class PlannedMemory:
             "activations": max(step.host_bytes - streamed_bytes, 0),
             "optimizer": update.host_bytes,
             **_if_any(EMA, ema_bytes(components)),
-            "process": int(rss_gib() * GIB),
+            "process": int(rss_gib() * GIB) + (CUDA_HOST_BYTES if has_gpu else 0),
             **({} if has_gpu else {"device": sum(device.values())}),
         }
         host = bytes_of_ranks(host, components)

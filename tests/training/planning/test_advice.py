@@ -35,6 +35,7 @@ Planned = tuple[Components, RunPlan]
 def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Planned]:
     """Plans overrides for a GPU; as if this process took no memory, and without a timeline."""
     monkeypatch.setattr(memory, "rss_gib", lambda: 0.0)
+    monkeypatch.setattr(memory, "CUDA_HOST_BYTES", 0)
     monkeypatch.setattr(Machine, "simulated", lambda self, dtype: None)
 
     def plans(*overrides: str) -> Planned:
