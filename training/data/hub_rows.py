@@ -36,7 +36,7 @@ def open_rows(
         if saved:
             if split != "train":
                 raise ValueError("it was saved without splits: give train")
-            rows = datasets.load_from_disk(name).to_iterable_dataset()
+            rows = datasets.load_from_disk(name).with_format(None).to_iterable_dataset()
         else:
             rows = datasets.load_dataset(name, config_name, split=split, revision=revision, streaming=True, **where)
         # Where the columns are not known, this reads the first row.

@@ -27,6 +27,13 @@ def test_a_folder_of_save_to_disk_has_no_splits(tmp_path: Path) -> None:
         open_rows(str(tmp_path / "saved"), None, "test", split_key="eval_split", **given)
 
 
+def test_rows_are_those_of_the_file_whatever_format_it_was_saved_with(tmp_path: Path) -> None:
+    saved = import_datasets().Dataset.from_dict({"a": [[1, 2]], "b": ["x"]}).with_format("torch", columns=["a"])
+    saved.save_to_disk(tmp_path)
+    rows = open_rows(str(tmp_path), None, "train", revision=None, folder=str(tmp_path), otherwise="")
+    assert list(rows) == [{"a": [1, 2], "b": "x"}]
+
+
 def test_keys_of_the_hub_are_refused_for_a_folder(tmp_path: Path) -> None:
     import_datasets().Dataset.from_dict({"a": [1]}).save_to_disk(tmp_path / "saved")
     given = {"folder": str(tmp_path), "otherwise": ""}
