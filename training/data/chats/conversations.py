@@ -11,6 +11,7 @@ to the template as they are.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,12 @@ UNTRAINED = ("weight", "train", "training", "train_detail", "training_detail", "
 UNREAD = ("image", "images", "video", "videos", "audio", "audios")
 # The parts of a content that are text. Templates write nothing of others, or tokens that stand for a picture.
 PARTS = ("text", "thinking")
+# A text that begins as a list of messages does, in JSON or as Python writes it.
+LISTED = re.compile(
+    r"""\s*\[\s*\{\s*(?=["'](role|from|content|value)["']\s*:).*?"""
+    r"""["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt)["']""",
+    re.DOTALL,
+)
 LAYOUTS = "messages, or prompt and completion, or instruction and output"
 
 Message = dict[str, Any]
@@ -147,9 +154,15 @@ def conversation_with(
 def messages_of(value: Any, role: str, where: str) -> list[Message]:
     """Returns the messages in `value`: a list of them, or a text, which is one message of `role`.
 
-    Raises UserError, beginning with `where`, for a value of another type, and a message without a role or content.
+    Raises UserError, beginning with `where`, for a value of another type, a text that writes messages, and a message
+    without a role or content.
     """
     if isinstance(value, str):
+        if LISTED.match(value):
+            raise UserError(
+                f"{where}: a text that writes a list of messages, {value[:40]!r}: give it as a list, or as the content"
+                " of a message"
+            )
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
         raise UserError(f"{where}: {type(value).__name__} in place of a list of messages or a text")

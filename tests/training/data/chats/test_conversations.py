@@ -121,6 +121,14 @@ def test_system_tools_and_values_of_the_template() -> None:
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no content"),
         ({"conversations": [USER, {"from": "function_call", "value": "{}"}]}, r"message 2 is a function_call: give it"),
         ({"messages": "2 + 2?"}, "its messages are text that is not JSON"),
+        (
+            {"prompt": '[{"role": "user", "content": "2 + 2?"}]', "completion": "4"},
+            r"a text that writes a list of messages, '\[\{.*': give it as a list, or as the content of a message$",
+        ),
+        (
+            {"prompt": "2 + 2?", "completion": "[{'value': '4', 'from': 'gpt'}]"},
+            "a text that writes a list of messages",
+        ),
         ({"messages": {"role": "user"}}, "dict in place of a list of messages or a text"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "its tools are text that is not JSON"),
         ({"messages": [USER, ASSISTANT], "tools": ["add"]}, "its tools are not a list of JSON schemas"),
@@ -134,6 +142,11 @@ def test_other_rows_are_refused(row: dict, message: str) -> None:
 
     assert str(caught.value).startswith("chats.jsonl line 7: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['[{"name": "A", "role": "user"}]', '[{"value": 3, "to": "user"}]', "[{'role'"])
+def test_other_lists_in_a_text_are_text(text: str) -> None:
+    assert of({"prompt": "which?", "completion": text}).messages[-1]["content"] == text
 
 
 def test_two_system_messages_are_refused_and_the_advice_works() -> None:
