@@ -34,7 +34,7 @@ from torch import nn
 from training.config.declare import AUTO
 from training.data.examples import RandomBatches, check_share
 from training.data.hub_rows import columns_of, open_rows
-from training.data.local_files import check_column, find_files, is_text, read_files, read_stdlib
+from training.data.local_files import check_column, find_files, is_text, read_files, read_stdlib, refuse_trained
 from training.data.packing import PackedTokens, blocks_of, concatenate, limit_tokens, random_words, tokenise
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError, as_user_error
@@ -88,6 +88,7 @@ class TextFiles(PackedTokens):
         pieces = read_files(find_files(files), text_column)
         held_out = None
         if eval_files is not None:
+            refuse_trained(eval_files, files)
             key = "dataset.eval_files"
             others = tokenise(read_files(find_files(eval_files, key), text_column, key), encoder)
             held_out = concatenate(others, encoder.vocab_size)
@@ -160,6 +161,8 @@ class HubText:
         self._seq_len, self._batch_size = seq_len, batch_size
         self._config_name = config_name
         self._given = {"revision": revision, "folder": str(cache_dir), "otherwise": OTHERWISE}
+        if eval_split in split.split("+"):
+            raise UserError(f"dataset.eval_split={eval_split}: is trained on, as dataset.split={split}: name another")
         self._eval_split, self._eval_share = eval_split, eval_share if eval_split is None else 0.0
         self._stored = self._opened(split)
         self._rows = self._stored.shuffle(seed=seed & 0xFFFF_FFFF_FFFF_FFFF, buffer_size=shuffle_buffer)

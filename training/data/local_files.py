@@ -47,6 +47,16 @@ def find_files(
     return list(found)
 
 
+def refuse_trained(eval_files: str | Sequence[str], files: str | Sequence[str]) -> None:
+    """Raises UserError for a file of dataset.eval_files that is one of dataset.files too, in which it is trained on."""
+    trained = {path.resolve() for path in find_files(files)}
+    for path in find_files(eval_files, "dataset.eval_files"):
+        if path.resolve() in trained:
+            raise UserError(
+                f"dataset.eval_files: {path} is one of dataset.files, and so trained on: leave it out there"
+            )
+
+
 def _matching_files(pattern: str, key: str, extensions: Sequence[str]) -> list[Path]:
     path = home_expanded(key, pattern)
     if path.is_dir():

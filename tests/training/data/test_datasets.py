@@ -48,6 +48,9 @@ def test_other_files_are_held_out_in_place_of_a_share(write) -> None:
     assert batch.tolist() == [list(b"vwx"), list(b"xyz")]
     with pytest.raises(UserError, match=r"^dataset.eval_files=none.txt: no such file"):
         TextFiles(files, eval_files="none.txt", **sizes)
+    both = f"{Path(files).parent}/*.txt"
+    with pytest.raises(UserError, match=rf"^dataset.eval_files: {others} is one of dataset.files, and so trained on"):
+        TextFiles(both, eval_files=others, **sizes)
 
 
 def test_max_tokens_stops_reading(write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +215,8 @@ def test_a_split_of_its_own_is_evaluated_on_and_all_else_is_trained_on(repositor
     assert torch.equal(dataset.batch(3), HubText(repository, **SIZES).batch(3))
     with pytest.raises(UserError, match=r"dataset\.eval_split=dev: Bad split: dev"):
         HubText(repository, **SIZES, eval_split="dev").eval_batches(1)
+    with pytest.raises(UserError, match=r"^dataset\.eval_split=validation: is trained on, as dataset\.split=train\+"):
+        HubText(repository, **SIZES, split="train+validation", eval_split="validation")
 
 
 def test_an_unknown_split_configuration_or_column_is_refused(repository: str) -> None:

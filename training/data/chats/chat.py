@@ -20,6 +20,7 @@ from training.data.chats.reading import read_files, read_hub
 from training.data.chats.rendering import Renderer, Sample
 from training.data.chats.rows import PackedRows, PaddedRows, Rows, SampleTokens, meta_batch
 from training.data.examples import check_share
+from training.data.local_files import refuse_trained
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
@@ -71,6 +72,8 @@ class OfMessages(ABC):
             hub = name, config_name, split, revision, str(cache_dir or folder)
             examples = self._read(read_files(files) if name is None else read_hub(*hub), self._kept)
             if eval_files is not None:
+                if name is None:
+                    refuse_trained(eval_files, files)
                 examples = chain(examples, self._read(read_files(eval_files, "dataset.eval_files"), others))
             samples = chain.from_iterable(examples)
             self._tokens = SampleTokens.of(samples, self.vocab_size, len(self.parts))

@@ -84,6 +84,8 @@ def test_files_to_evaluate_on(files: str, write) -> None:
     long = write("long.jsonl", json.dumps({"prompt": "?", "completion": "x" * 200}))
     with pytest.raises(UserError, match=r"^dataset.eval_files: nothing is left of 1 chats: 1 are longer than seq_len"):
         chats(files, eval_files=long)
+    with pytest.raises(UserError, match=r"^dataset.eval_files: .*long.jsonl is one of dataset.files, and so"):
+        chats([files, long], eval_files=[others, long])
 
 
 def test_facts(files: str, write) -> None:
