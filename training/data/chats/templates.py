@@ -142,6 +142,8 @@ class Template:
 
 def _read(file: str | Path) -> str:
     path = home_expanded("dataset.template", file)
+    if path.suffix == ".json":
+        raise UserError(f"dataset.template={path}: is JSON: give a file with the text alone of its key chat_template")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

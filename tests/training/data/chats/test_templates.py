@@ -1,5 +1,7 @@
 """Which template renders chats, and the errors where there is none or it refuses messages."""
 
+import json
+
 import pytest
 
 from tests.training.data.chats.chat_tokenizers import MARKED, QWEN2, chat_tokenizer
@@ -112,3 +114,9 @@ def test_refusals_name_the_row(write, template: str | None, messages: list, tool
 def test_a_file_that_cannot_be_read(tmp_path) -> None:
     with pytest.raises(UserError, match=r"cannot be read .*: give a file with a template of Jinja"):
         Template(chat_tokenizer(QWEN2), tmp_path / "none.jinja")
+
+
+def test_a_file_that_holds_the_template_as_json(write) -> None:
+    given = write("chat_template.json", json.dumps({"chat_template": MARKED}))
+    with pytest.raises(UserError, match=r"chat_template.json: is JSON: give a file with the text alone of its key"):
+        Template(chat_tokenizer(QWEN2), given)
