@@ -167,8 +167,10 @@ class Group(Ranks):
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)
 
-    def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
-        self.messages.tell("build", config, invocation, speculation)
+    def begin(
+        self, config: DictConfig, invocation: Invocation, releases: bool, speculation: Speculation | None
+    ) -> None:
+        self.messages.tell("build", config, invocation, releases, speculation)
 
     def equalise(
         self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection, reference: nn.Module | None

@@ -84,8 +84,13 @@ class Ranks:
     def join_sequence(self, model: nn.Module) -> None:
         """Connects the ranks for the exchanges inside the forwards of `model`, if they divide its rows."""
 
-    def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
-        """Makes the other ranks build the same model and optimizer, with `speculation`. `config` has no value auto."""
+    def begin(
+        self, config: DictConfig, invocation: Invocation, releases: bool, speculation: Speculation | None
+    ) -> None:
+        """Makes the other ranks build the same model and optimizer, with `speculation`. `config` has no value auto.
+
+        `releases`: gradients are released (`AttachOptions.release_gradients`), which a plan may have chosen.
+        """
 
     def equalise(
         self,

@@ -84,7 +84,7 @@ def build(
         tracker = build_tracker(components, hardware, tracking_id)
         explained = memory_explained(components, plan)
         speculation = planned_speculation(components, plan)
-        ranks.begin(config, invocation, speculation)
+        ranks.begin(config, invocation, components.gradients.released, speculation)
         sharers = ranks.sharers(components.shares_homes)
         ranks.join_sequence(components.model)
         with (

@@ -36,6 +36,7 @@ from training.runs.failures import FAILED, explain
 from training.runs.invocation import Invocation
 from training.runs.signals import PARENT_VARIABLE, SIGNALS, end_with_parent
 from training.settle.components import Components, acquired
+from training.settle.settled import GradientChoice
 from training.visible_text import visible_lines
 from training.weights.filling import fill_buffers
 
@@ -103,8 +104,8 @@ def obey(ranks: Group) -> None:
     # torch imports its compiler with the first optimizer, which takes seconds: now, while rank 0 plans.
     HostAdamW([torch.nn.Parameter(torch.empty(1, device="meta"))])
     match ranks.messages.order():
-        case ("build", config, invocation, speculation):
-            with built(config, invocation, ranks, speculation) as job:
+        case ("build", config, invocation, releases, speculation):
+            with built(config, invocation, releases, ranks, speculation) as job:
                 carry_out(job, ranks)
         case ("end",):
             ranks.messages.leave()
@@ -150,11 +151,11 @@ def carry_out(job: RankJob, ranks: Group) -> None:
 
 @contextmanager
 def built(
-    config: DictConfig, invocation: Invocation, ranks: Group, speculation: Speculation | None
+    config: DictConfig, invocation: Invocation, releases: bool, ranks: Group, speculation: Speculation | None
 ) -> Iterator[RankJob]:
     """Builds what `build` does, but for what only rank 0 has. Weights and states are those of rank 0."""
     torch.manual_seed(config.seed)
-    components = Components.of(config, invocation, ranks.device)
+    components = Components.of(config, invocation, ranks.device).with_gradients(GradientChoice(releases))
     components.begin_compiling()
     sharers = ranks.sharers(components.shares_homes)
     ranks.join_sequence(components.model)

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.training.helpers.in_process import run_here
+from tests.training.helpers.in_process import components_of, run_here
 from tests.training.helpers.results import content
 from tests.training.parallel.conftest import RUN, run_ranks
 from training.errors import UserError
 from training.parallel import group
 from training.parallel.ranks import RankLostError
+from training.planning import plan
 from training.run import loop
+from training.settle.settled import KEPT
 
 TWO = ("devices=2", "microbatches=1", "eval.every=null")
 
@@ -44,6 +46,16 @@ def test_one_that_cannot_build_its_part_is_told_by_the_first(keys, tmp_path: Pat
     monkeypatch.setattr(group.Group, "begin", without_configuration)
     with pytest.raises(RankLostError, match=r"^rank 1: AttributeError: 'NoneType' object has no attribute 'seed'"):
         run_ranks(tmp_path, *TWO, *keys)
+
+
+def test_gradients_that_the_plan_of_the_first_keeps_are_kept_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keys = ("offload=layer_stream", "optimizer=host_adamw", "clip_norm=null", "steps=2", "eval.every=null")
+    run_here(tmp_path / "one", *RUN, *keys, "microbatches=2")
+    assert components_of(*RUN, *keys, *TWO).gradients.released
+    monkeypatch.setattr(plan, "with_gradients_chosen", lambda components, made: made(components.with_gradients(KEPT)))
+    run_ranks(tmp_path / "two", *TWO, *keys)
+    last = "checkpoints/step-00000002"
+    assert content(tmp_path / "two" / last) == content(tmp_path / "one" / last)
 
 
 @pytest.mark.slow
