@@ -145,6 +145,8 @@ class OfMessages(ABC):
             f"longest {self.noun}": f"{int(lengths.max()):,} tokens ({self._kept.place(longest)})",
             "rows": layout,
         }
+        if unread := self._columns.unread:
+            facts["columns not read"] = ", ".join(unread)
         return facts | ({"left out": out} if (out := self._kept.left_out()) else {})
 
     def shown(self, count: int) -> Iterator[tuple[str, Sample]]:

@@ -60,7 +60,8 @@ class Columns:
     """Finds the columns of a row that stand for the names in COLUMNS and `more`.
 
     A column has that name itself, or the one to which `given` maps it (None: the row has no such column). Raises
-    UserError for an unknown name in `given`; afterwards `unseen` are its columns that no row has had so far.
+    UserError for an unknown name in `given`; afterwards `unseen` are its columns that no row has had so far, and
+    `unread` those of rows that nothing was made of.
     """
 
     def __init__(self, given: Mapping[str, str | None] | None = None, more: tuple[str, ...] = ()):
@@ -70,14 +71,23 @@ class Columns:
             if name not in known:
                 raise UserError(f"dataset.columns.{name}={column}: unknown: it may map {', '.join(known)}")
         self.unseen = {column: name for name, column in self._given.items() if column is not None}
+        # In their order.
+        self._seen: dict[str, None] = {}
+        self._read = {"label", "history", *UNREAD}
+
+    @property
+    def unread(self) -> list[str]:
+        return [column for column in self._seen if column not in self._read]
 
     def value(self, row: Mapping[str, Any], name: str) -> Any:
         """Returns the value of the column that stands for `name`; None where the row has none."""
         for column in self.unseen.keys() & row.keys():
             del self.unseen[column]
+        self._seen.update(dict.fromkeys(row))
         column = self._given.get(name, name)
         if column is not None and name == "messages" and name not in self._given and name not in row:
             column = "conversations"
+        self._read.add(column)
         return None if column is None else row.get(column)
 
 

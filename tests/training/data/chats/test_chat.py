@@ -102,6 +102,8 @@ def test_facts(files: str, write) -> None:
     # user, ab, its end, assistant | cd, its end.
     short = chats(write("a.jsonl", json.dumps({"prompt": "ab", "completion": "cd"}))).facts()
     assert short["tokens"] == "21, of which 3 (14%) are trained on"
+    more = row(1) | {"weight": 0.5, "system": "Count.", "label": True, "id": 7}
+    assert chats(write("b.jsonl", json.dumps(more))).facts()["columns not read"] == "weight, id"
 
 
 def test_batches_are_named(files: str) -> None:
