@@ -84,7 +84,7 @@ def pair_of(row: Mapping[str, Any], columns: Columns, where: str) -> Pair:
         given = _shared(chosen, rejected)
         _check_prompt(prompt, given, where)
         chosen, rejected = chosen[len(given) :], rejected[len(given) :]
-    elif prompt is None:
+    elif prompt in (None, []):
         raise UserError(
             f"{where}: its answers have no shared beginning, and there is no prompt: map dataset.columns.prompt"
         )

@@ -83,6 +83,10 @@ def test_columns_may_have_other_names_and_more_beside_them() -> None:
             "row 1: its answers are whole conversations that begin otherwise than its prompt: leave that out with"
             " dataset.columns={prompt: null}",
         ),
+        (
+            {**EXPLICIT, "prompt": []},
+            "row 1: its answers have no shared beginning, and there is no prompt: map dataset.columns.prompt",
+        ),
         ({**EXPLICIT, "rejected": []}, "row 1: an answer without a message: remove the row"),
     ],
 )
