@@ -26,8 +26,10 @@ from models.quiet_imports import without_remarks
 
 BITSANDBYTES = "bitsandbytes==0.50.2"
 
-# Elements that a thread quantises at once: float32 copies of them fit in its share of the caches. And a GPU.
-PIECE_ELEMENTS_PER_THREAD, GPU_PIECE_ELEMENTS = 2**17, 2**24
+# Elements that a thread quantises at once: float32 copies of them fit in its share of the caches.
+PIECE_ELEMENTS_PER_THREAD = 2**17
+# Elements that a GPU quantises at once: enough to keep it busy.
+GPU_PIECE_ELEMENTS = 2**24
 # bitsandbytes' kernels for GPUs count elements in 32 bits: of a larger tensor they would leave a part as it was.
 KERNEL_ELEMENTS = 2**31 - 1
 # The most bits of numbers for exact sums, and those of an int64 in which a sum fits.
