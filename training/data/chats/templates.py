@@ -6,6 +6,7 @@ marks are.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -115,6 +116,15 @@ class Template:
                 f"{conversation.where}: the template of chats refuses it ({first_line(error)}): mend or remove the row,"
                 " or give another dataset.template"
             ) from error
+        for number, message in enumerate(messages, start=1):
+            content, written = message.get("content"), str(message.get("content"))
+            if not isinstance(content, dict | list) or written not in texts[0]:
+                continue
+            if written != json.dumps(content, ensure_ascii=False, default=str):
+                raise UserError(
+                    f"{conversation.where}: message {number}: the template writes its content as Python does,"
+                    f" {written[:40]!r}: give it as a text"
+                )
         return texts[0], spans[0] if marked else None
 
     def encoded(self, texts: Iterable[tuple[str, str, Beside]]) -> Iterator[tuple[Encoding, Beside]]:

@@ -92,6 +92,17 @@ def test_what_a_tool_returns_may_be_a_list(write) -> None:
     assert template.render(Conversation([*CHAT, {"role": "tool", "content": [1, 2]}]))[0] == "[1, 2]"
 
 
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+def test_a_content_that_is_written_as_python_does_is_refused(write, role: str) -> None:
+    row = Conversation([*CHAT, {"role": role, "content": {"temperature": 22.5, "dry": True}}], where="row 1")
+    template = Template(ByteTokenizer(), write("json.jinja", "{{ messages[-1].content | tojson }}"))
+    assert template.render(row)[0] == '{"temperature": 22.5, "dry": true}'
+    with pytest.raises(
+        UserError, match=r"^row 1: message 3: the template writes its content as Python does, .*: give it"
+    ):
+        Template(ByteTokenizer(), write("python.jinja", "{{ messages[-1].content }}")).render(row)
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "tools", "message"),
     [
