@@ -13,6 +13,8 @@ done
 [ -n "$output" ] || exec "$LIGHTERING_COMPILER" "${arguments[@]}"
 key=$({ printf '%s\n' "${arguments[@]}"; cat -- "${sources[@]}"; } | sha256sum | cut -d " " -f 1)
 made=$LIGHTERING_COMPILED/$key
+# Whoever asks meanwhile waits: two threads, or two workers of pytest.
+if command -v flock >/dev/null; then exec 9>"$made.lock" && flock 9; fi
 if [ ! -e "$made" ]; then
     "$LIGHTERING_COMPILER" "${arguments[@]}" -o "$made.$$"
     mv "$made.$$" "$made"
