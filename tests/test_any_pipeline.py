@@ -85,6 +85,20 @@ def adapted(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return adapted
 
 
+@pytest.fixture(scope="module")
+def exported(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[Path, Path, tuple]]:
+    """Returns the folder of a pipeline, one with a run and its export, whose adapter is merged, and the overrides."""
+
+    @functools.cache
+    def exported(merged: bool) -> tuple[Path, Path, tuple]:
+        folder, made = saved("flux", tmp_path_factory), tmp_path_factory.mktemp("exported")
+        overrides = (*job("flux", folder, pictures), "task.sample_steps=3", *(LORA if merged else ()))
+        export(str(saved_run(made / "run", *overrides)), str(made / "out"), [], merge=merged)
+        return folder, made, overrides
+
+    return exported
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.slow) for name in NAMES]
 )
@@ -101,45 +115,40 @@ def test_an_adapter_is_loaded_by_its_pipeline(name: str, adapted: Callable, tmp_
 
 
 @pytest.mark.parametrize("merged", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_exported_network_is_that_of_a_pipeline(merged: bool, pictures: Path, tmp_path: Path, tmp_path_factory):
-    folder = saved("flux", tmp_path_factory)
-    overrides = (*job("flux", folder, pictures), *(LORA if merged else ()))
-    saved_run(tmp_path / "run", *overrides)
-    export(str(tmp_path / "run"), str(tmp_path / "out"), [], merge=merged)
-    model, batch = trained(tmp_path / "run", *overrides)
+def test_an_exported_network_is_that_of_a_pipeline(merged: bool, exported: Callable):
+    folder, made, overrides = exported(merged)
+    model, batch = trained(made / "run", *overrides)
     expected = output(model, batch)
-    network = type(model.network).from_pretrained(tmp_path / "out")
+    network = type(model.network).from_pretrained(made / "out")
     model.network = network_of(DiffusionPipeline.from_pretrained(folder, transformer=network)).eval()
     # Merged weights are rounded once more.
     torch.testing.assert_close(output(model, batch), expected, rtol=0, atol=1e-5 if merged else 0)
     # Training goes on from there without task.scheduler.
     for file in (folder / "scheduler" / SCHEDULER_FILE, folder / PIPELINE_FILE):
-        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-    components = components_of(*overrides, f"model.weights={tmp_path / 'out'}")
-    assert str(tmp_path / "out" / SCHEDULER_FILE) in components.settled.reasons["task.shift"]
+        assert (made / "out" / file.name).read_bytes() == file.read_bytes()
+    components = components_of(*overrides, f"model.weights={made / 'out'}")
+    assert str(made / "out" / SCHEDULER_FILE) in components.settled.reasons["task.shift"]
 
 
 def test_generate_makes_the_picture_of_the_pipeline(
-    pictures: Path, tmp_path: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     """A prompt that no run has encoded; the pipeline has the exported network, and is called as its users do."""
-    folder = saved("flux", tmp_path_factory)
-    saved_run(tmp_path / "run", *job("flux", folder, pictures), "task.sample_steps=3")
-    export(str(tmp_path / "run"), str(tmp_path / "out"), [])
+    folder, stored, _ = exported(False)
     found = []
     for offload in ("none", "layer_stream"):
         asked = ("a red circle", "--seed", "7", "--picture", tmp_path / f"{offload}.png", f"offload={offload}")
-        assert called(monkeypatch, generate, tmp_path / "run", *asked) == 0
+        assert called(monkeypatch, generate, stored / "run", *asked) == 0
         found.append(np.asarray(Image.open(tmp_path / f"{offload}.png")))
-    network = FluxTransformer2DModel.from_pretrained(tmp_path / "out")
+    network = FluxTransformer2DModel.from_pretrained(stored / "out")
     pipeline = DiffusionPipeline.from_pretrained(folder, transformer=network)
     generator = torch.Generator().manual_seed(7)
     made = pipeline("a red circle", height=64, width=64, num_inference_steps=3, generator=generator)[0][0]
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], np.asarray(made))
-    assert called(monkeypatch, generate, tmp_path / "run", "a red circle") == 1
+    assert called(monkeypatch, generate, stored / "run", "a red circle") == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"error: {tmp_path / 'run'}: its model makes pictures: give --picture FILE.png"
+    assert last == f"error: {stored / 'run'}: its model makes pictures: give --picture FILE.png"
 
 
 def test_text_encoders_do_not_train(pictures: Path, tmp_path_factory):
