@@ -198,7 +198,7 @@ def test_what_began_beside_the_caller_is_taken_once(uncached: None, monkeypatch,
     assert calls.read_text() == "called\n" * 2
 
 
-@pytest.mark.parametrize("script", ["exit 1", "sleep 100"])
+@pytest.mark.parametrize("script", [pytest.param("exit 1", marks=pytest.mark.slow), "sleep 100"])
 def test_a_process_that_needs_no_kernel_after_all_ends_at_once_and_leaves_nothing(tmp_path: Path, script: str):
     compiler = tmp_path / "broken-cc"
     compiler.write_text(f"#!/bin/sh\n{script}\n")

@@ -38,8 +38,14 @@ def test_many_microbatches_follow_from_those_that_ran(mode: str, monkeypatch: py
     assert bytes_of(derived) == pytest.approx(bytes_of(dry_step(components, has_gpu=True)), rel=0.02)
 
 
-@pytest.mark.parametrize("boundary", ["host", "device"])
-@pytest.mark.parametrize("count", [3, 8])
+@pytest.mark.parametrize(
+    ("boundary", "count"),
+    [
+        ("host", 8),
+        ("device", 3),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("host", 3), ("device", 8))),
+    ],
+)
 def test_the_peak_of_many_microbatches_is_bounded_by_that_of_two(
     boundary: str, count: int, monkeypatch: pytest.MonkeyPatch
 ):

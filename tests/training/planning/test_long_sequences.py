@@ -34,7 +34,7 @@ def overrides(name: str, layers: int) -> tuple[str, ...]:
     return (*of_library("qwen3", layers, f"{HEADS},hidden_size:{WIDTH}"), *text)
 
 
-@pytest.mark.parametrize("mode", ["layer_stream_swap", "shard_offload"])
+@pytest.mark.parametrize("mode", ["layer_stream_swap", pytest.param("shard_offload", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.slow) for each in NAMES] + ["qwen3"])
 def test_a_block_more_has_its_input_more_on_the_host(name: str, mode: str):
     """All of them: copies under way take the same of the device, however many blocks there are."""

@@ -82,7 +82,9 @@ def test_losses_and_images_are_those_of_the_resident_model(task: str, name: str,
     assert torch.equal(images, resident[task, name][1])
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", [each if each == "flow" else pytest.param(each, marks=pytest.mark.slow) for each in TASKS]
+)
 def test_training_lowers_the_loss(task: str) -> None:
     losses, _ = trained(task, "unet", Resident(), steps=40, lr=5e-3)
     assert sum(losses[-8:]) / 8 < 0.7 * sum(losses[:4]) / 4
