@@ -203,6 +203,13 @@ class _History:
     reads: dict[str, Access] = field(default_factory=dict)
 
 
+class _Thread(threading.local):
+    """The host and the current stream of a thread, where it has others than the main ones."""
+
+    host: CheckedStream | None = None
+    stream: CheckedStream | None = None
+
+
 class CheckedStreams:
     """`offload.streams.registry.Streams` for a device without streams. Work runs when it is queued.
 
@@ -214,8 +221,7 @@ class CheckedStreams:
 
     def __init__(self, device: torch.device):
         self.device = device
-        # The host and the current stream of a thread, where it has others than the main ones.
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._host = CheckedStream("host")
         self.h2d = CheckedStream("h2d")
         self.d2h = CheckedStream("d2h")
@@ -226,11 +232,11 @@ class CheckedStreams:
 
     @property
     def host(self) -> CheckedStream:
-        return getattr(self._thread, "host", self._host)
+        return self._thread.host or self._host
 
     @property
     def compute(self) -> CheckedStream:
-        return getattr(self._thread, "stream", self._compute)
+        return self._thread.stream or self._compute
 
     def event(self, timing: bool = False) -> CheckedEvent:
         return CheckedEvent(self)
