@@ -14,6 +14,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -243,18 +244,16 @@ def resident_units(components: Components, machine: Machine, step: DryRun, budge
     `step` is a dry run of `components`, in which no unit stays. Among numbers that are equally fast, the largest is
     taken: memory that the user has granted helps against costs that no plan knows.
     """
-    key = resident_key(components.config)
+    # To cut a deep model takes half a second, and the second search comes to numbers of the first.
+    filled = cache(partial(with_resident, components, resident_key(components.config)))
 
     def too_large(units: int) -> bool:
-        some = with_resident(components, key, units)
+        some = filled(units)
         return _without_states(some, step) + PlannedUpdate.of(some, 0).device_bytes > budget_bytes
 
     most = max(bisect_left(range(components.footprint.units + 1), True, key=too_large) - 1, 0)
     numbers = sorted({round(most * part / (CANDIDATES - 1)) for part in range(CANDIDATES)})
-    times = {
-        units: _step_ms(with_resident(components, key, units), components, machine, step, budget_bytes)
-        for units in numbers
-    }
+    times = {units: _step_ms(filled(units), components, machine, step, budget_bytes) for units in numbers}
     return min(times, key=lambda units: (round(times[units], 1), -units))
 
 
