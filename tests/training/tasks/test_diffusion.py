@@ -312,7 +312,7 @@ def test_a_shift_that_is_given_counts(tmp_path: Path) -> None:
     ("task", "scheduler", "name"),
     [
         ("noise_prediction", (EULER, {**SCALED, "prediction_type": "v_prediction"}), "sdxl"),
-        ("flow_matching", (FLOW, {"shift": 3.0}), "flux"),
+        pytest.param("flow_matching", (FLOW, {"shift": 3.0}), "flux", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("small_activations")
