@@ -175,21 +175,6 @@ FREE = tuple(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "fill_")
 )
-# Two thirds of the operations of a step, which make no memory and cost nothing. Not all whose schema calls them views:
-# inside a tensor that wraps others `to` comes here as it is, and copies.
-VIEWS = frozenset(
-    (
-        torch.ops.aten.as_strided.default,
-        torch.ops.aten.detach.default,
-        torch.ops.aten.expand.default,
-        torch.ops.aten.slice.Tensor,
-        torch.ops.aten.split.Tensor,
-        torch.ops.aten.t.default,
-        torch.ops.aten.transpose.int,
-        torch.ops.aten.view.default,
-        torch.ops.aten.view.dtype,
-    )
-)
 # Operations that read as many elements as they return.
 GATHERS = tuple(getattr(torch.ops.aten, name) for name in ("embedding", "gather", "index", "index_select"))
 
@@ -287,8 +272,6 @@ class _Recording(UncompiledMode):
             # The operations on what it wraps come here one by one.
             return NotImplemented
         kwargs, tracker = kwargs or {}, self._tracker
-        if function in VIEWS:
-            return function(*args, **kwargs)
         result, made, known = known_or_computed(function, args, kwargs)
         for tensor in made:
             tracker.add(tensor)

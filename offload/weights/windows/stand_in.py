@@ -165,12 +165,7 @@ class StandIn:
         """Returns `tensor.views_of` the bytes of a slot: the same objects every time."""
         views = self.slot_views.get(slot.index)
         if views is None:
-            # In one operation each, where `views_of` takes three.
-            start, typed = self.tensor.offset, slot.typed
-            views = self.slot_views[slot.index] = [
-                typed[each.dtype].as_strided(each.shape, each.strides, (start + each.offset) // each.dtype.itemsize)
-                for each in self.tensor.layout.pieces
-            ]
+            views = self.slot_views[slot.index] = self.tensor.views_of(slot.bytes)
         return views
 
     @property
