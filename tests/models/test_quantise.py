@@ -121,6 +121,15 @@ def test_values_get_in_one_weight_at_a_time(format: Format):
     assert torch.allclose(layer.weight.dequantised(), torch.full((12, 20), 0.5), rtol=0.01)
 
 
+def test_a_gpu_without_room_for_the_largest_weight_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch):
+    layer, _ = quantised(Int8())
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (2**30, 2**40))
+    with kept_memory(layer, torch.device("cuda:1")), values_of(layer.weight) as values:
+        assert (values.device.type, asked) == ("cpu", [torch.device("cuda:1")])
+        values.fill_(1.0)
+
+
 def test_values_of_one_weight_after_the_other_take_the_same_memory():
     """But for a larger one, and for two at once."""
     small, large = quantised(Int8())[0].weight, quantised(Int8(), rows=24)[0].weight
