@@ -15,7 +15,7 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from tests import ROOT
 
@@ -109,21 +109,8 @@ def _remembered_merge(self: ConfigLoaderImpl, defaults: list[ResultDefault], rep
         return _merge(self, defaults, repo)
     key = tuple((each.config_path, each.package, each.parent, each.is_self) for each in defaults)
     if key not in _merged:
-        _merged[key] = Snapshot(_merged_on_begun(self, defaults, key, repo))
+        _merged[key] = Snapshot(_merge(self, defaults, repo))
     return _merged[key].load()
-
-
-def _merged_on_begun(
-    self: ConfigLoaderImpl, defaults: list[ResultDefault], key: tuple, repo: IConfigRepository
-) -> DictConfig:
-    """Lets Hydra go on from its own options with config.yaml, which take half of the time and seldom differ."""
-    count = 1 + next((place for place, each in enumerate(defaults) if each.primary), len(defaults) - 1)
-    if key[:count] not in _merged:
-        _merged[key[:count]] = Snapshot(_merge(self, defaults[:count], repo))
-    begun, create = [_merged[key[:count]].load()], OmegaConf.create
-    # The first is what the others are merged into.
-    with patch.object(OmegaConf, "create", lambda *given: begun.pop() if begun else create(*given)):
-        return _merge(self, defaults[count:], repo)
 
 
 def _is_of_conf(repo: IConfigRepository) -> bool:
