@@ -20,11 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.quantise_formats import Format
+from models.quantise_formats import GPU_WORK_BYTES, Format
 
 aten = torch.ops.aten
-# GPU memory that quantising a piece of a weight takes, at most.
-WORK_BYTES = 2**30
 # The ids of weights that code which fills a model is to leave alone.
 _settled: set[int] = set()
 # Of each `kept_memory`, the device, and the memory that the next weight may use.
@@ -290,7 +288,7 @@ def kept_memory(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     weights = (weight for weight in model.parameters() if isinstance(weight, QuantisedWeight))
     largest = max((weight.numel() * weight.dtype.itemsize for weight in weights), default=0)
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < largest + WORK_BYTES:
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < largest + GPU_WORK_BYTES:
         device = torch.device("cpu")
     _spare.append((device, []))
     try:

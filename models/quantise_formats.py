@@ -28,8 +28,9 @@ BITSANDBYTES = "bitsandbytes==0.50.2"
 
 # Elements that a thread quantises at once: float32 copies of them fit in its share of the caches.
 PIECE_ELEMENTS_PER_THREAD = 2**17
-# Elements that a GPU quantises at once: enough to keep it busy.
+# Elements that a GPU quantises at once, enough to keep it busy, and more memory than it takes for them.
 GPU_PIECE_ELEMENTS = 2**24
+GPU_WORK_BYTES = 64 * GPU_PIECE_ELEMENTS
 # bitsandbytes' kernels for GPUs count elements in 32 bits: of a larger tensor they would leave a part as it was.
 KERNEL_ELEMENTS = 2**31 - 1
 # The most bits of numbers for exact sums, and those of an int64 in which a sum fits.
@@ -112,7 +113,7 @@ class Int8(RowFormat):
     def quantised_rows(self, rows):
         largest = torch.maximum(-rows.amin(1, keepdim=True), rows.amax(1, keepdim=True))
         # In the dtype of the weight, as torchao does.
-        scale = (largest / largest.new_tensor(127.5)).clamp_(min=torch.finfo(torch.float32).eps).float()
+        scale = _divided(largest, 127.5).clamp_(min=torch.finfo(torch.float32).eps).float()
         return {"qdata": torch.mul(rows, 1.0 / scale).round_().clamp_(-128, 127), "scale": scale}
 
     def dequantise(self, inner, shape, dtype):
@@ -131,7 +132,7 @@ class Float8(RowFormat):
     def quantised_rows(self, rows):
         most = torch.finfo(torch.float8_e4m3fn).max
         largest = torch.maximum(-rows.amin(1, keepdim=True), rows.amax(1, keepdim=True))
-        scale = (largest / largest.new_tensor(most)).float()
+        scale = _divided(largest, most).float()
         # torchao divides a row of zeros by zero, which gives NaN.
         scale.masked_fill_(scale == 0, 1.0)
         return {"qdata": torch.div(rows, scale).clamp_(-most, most), "scale": scale}
@@ -168,7 +169,7 @@ class Int4(RowFormat):
     def quantised_rows(self, rows):
         rows = F.pad(rows.to(torch.float32), (0, -rows.shape[1] % self.group)).view(len(rows), -1, self.group)
         low = rows.amin(2, keepdim=True).clamp_(max=0.0)
-        scale = (rows.amax(2, keepdim=True).clamp_(min=0.0) - low) / rows.new_tensor(15.0)
+        scale = _divided(rows.amax(2, keepdim=True).clamp_(min=0.0) - low, 15.0)
         scale.clamp_(min=torch.finfo(torch.float32).smallest_normal)
         zero = (0 - torch.round(low / scale)).clamp_(0, 15)
         numbers = torch.mul(rows, 1.0 / scale).round_().add_(zero).clamp_(0, 15).to(torch.uint8).flatten(1)
@@ -219,6 +220,7 @@ class Nf4(Format):
         library = _imported(self, "functional")
         code, nearest = _nearest_nf4(library, matrix.device)
         flat = matrix.reshape(-1)
+        # On the CPU, which sums scales and quantises them.
         largest = torch.empty(-(-len(flat) // self.BLOCK))
         for piece in _pieces(len(flat), 1, matrix.device, multiple=self.BLOCK):
             # Zeros after the last element change no scale.
@@ -319,6 +321,11 @@ def _nearest_nf4(library: ModuleType, device: torch.device) -> tuple[Tensor, _Ne
     """Returns bitsandbytes' 16 values, and the table for them on `device`."""
     code = library.get_4bit_type("nf4", device="cpu")
     return code, _Nearest(code, device)
+
+
+def _divided(tensor: Tensor, number: float) -> Tensor:
+    """Returns the quotient with the bits of a CPU: a GPU multiplies by the reciprocal of a number that is no tensor."""
+    return tensor / tensor.new_tensor(number)
 
 
 def _pieces(count: int, elements: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
